@@ -38,7 +38,10 @@ NoCache = Annotated[
 Details = Annotated[
     bool,
     typer.Option(
-        "--details", "-v", help="Print collectives, other meshes, timings and all notes as well.", rich_help_panel=OUTPUT
+        "--details",
+        "-v",
+        help="Print collectives, other meshes, timings and all notes as well.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 Tokens = Annotated[

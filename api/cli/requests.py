@@ -122,9 +122,7 @@ def price_degrees(
     for needed in ("cluster", "mesh"):
         if needed not in options:
             raise JobError(f"--{needed} is missing.", what_to_do="A configuration needs --cluster and --mesh.")
-    return price_configuration(
-        model, sequence_parallel=sp, virtual_stages=virtual_stages, schedule=schedule, **options
-    )
+    return price_configuration(model, sequence_parallel=sp, virtual_stages=virtual_stages, schedule=schedule, **options)
 
 
 def check_model(model: str) -> None:

@@ -91,9 +91,7 @@ def sweep_command(
         request = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import sweep_rows
 
-        rows = sweep_rows(
-            request, objective, within_s=within, price=price, time_limit_s=time_limit_s, counts=counts
-        )
+        rows = sweep_rows(request, objective, within_s=within, price=price, time_limit_s=time_limit_s, counts=counts)
         _show(rows, output, as_json=as_json)
 
 
@@ -128,7 +126,7 @@ def _counts(text: str) -> list[int]:
     from planner.errors import JobError
 
     counts = [item.strip() for item in text.split(",")]
-    if not all(item.isascii() and item.isdigit() and 0 < int(item) for item in counts):
+    if not all(item.isascii() and item.isdigit() and int(item) > 0 for item in counts):
         raise JobError(f"--devices is {text!r}.", what_to_do="Give whole numbers, such as 3,6,12.", field="devices")
     return [int(item) for item in counts]
 

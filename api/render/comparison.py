@@ -27,9 +27,7 @@ def comparison_lines(plan: ShardingPlan) -> list[str]:
         return []
     estimate = plan.estimate
     rows = [("Compared with", "", "step", "memory", "")]
-    rows.append(
-        ("  this plan", str(plan.mesh), duration(estimate.step_time_s), size(estimate.peak_memory_bytes), "")
-    )
+    rows.append(("  this plan", str(plan.mesh), duration(estimate.step_time_s), size(estimate.peak_memory_bytes), ""))
     rows += [_row(price, plan, estimate.step_time_s) for price in plan.baselines]
     return table(rows, "<<>><", indent="")
 
@@ -49,7 +47,8 @@ def _difference(other_s: float, plan: ShardingPlan, step_s: float) -> str:
     relative = other_s / step_s - 1 if step_s > 0 else 0.0
     if abs(relative) < _EQUAL:
         return "as fast"
-    text = f"{significant(100 * abs(relative), 2)} % {'slower' if relative > 0 else 'faster'}"
+    share = significant(100 * abs(relative), 1 if abs(relative) < 0.095 else 2)
+    text = f"{share} % {'slower' if relative > 0 else 'faster'}"
     stated = stated_error(plan)
     within = stated is not None and abs(relative) <= stated.error
     return f"{text}: within the model's error" if within else text

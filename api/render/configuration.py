@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.text import Text
 
-from api.render.run_cost import run_line
+from api.render.plan import print_lines
+from api.render.run_cost import device_word, run_line
 from api.render.text import bars, fold, labelled, percent, significant, size, size_unit, time_unit, with_band
 from api.requests.price_configuration import PricedConfiguration
 from api.requests.run_cost import RunCost
@@ -29,9 +29,7 @@ _PARTS = {
 
 def show_configuration(priced: PricedConfiguration, console: Console, cost: RunCost | None = None) -> None:
     """Print the price of one parallel configuration; ``cost``: a training run whose days and price are printed."""
-    for line in configuration_lines(priced, cost):
-        is_heading = bool(line) and not line.startswith(" ")
-        console.print(Text(line, style="bold" if is_heading else ""), soft_wrap=True)
+    print_lines(configuration_lines(priced, cost), console)
 
 
 def configuration_lines(priced: PricedConfiguration, cost: RunCost | None = None) -> list[str]:
@@ -55,8 +53,7 @@ def _figures(priced: PricedConfiguration, cost: RunCost | None) -> list[str]:
     cluster, parallel, step_s = priced.cluster, priced.parallel, priced.time.total_s
     stated = stated_configuration_error(cluster, parallel.dtype, has_experts=priced.spec.experts is not None)
     each = priced.tokens_per_s_per_device
-    word = "GPU" if cluster.device.kind != "cpu" else "device"
-    rate = f"{significant(each * cluster.size)} tokens/s, {significant(each)} per {word}"
+    rate = f"{significant(each * cluster.size)} tokens/s, {significant(each)} per {device_word(cluster)}"
     lines = labelled("step time", with_band(step_s, None if stated is None else stated.error), rate)
     name, share = _binding(priced)
     lines += labelled("MFU", f"{significant(100 * priced.model_flops_share)} %", f"bound by {name} ({percent(share)})")
@@ -64,7 +61,7 @@ def _figures(priced: PricedConfiguration, cost: RunCost | None) -> list[str]:
     figure = f"{size(priced.memory.device)} of {size(cluster.memory_bytes)}"
     lines += labelled("memory", figure, f"{percent(free)} free" if priced.fits else "does not fit")
     lines += labelled("verified", "no: a configuration by degrees is priced, not run")
-    return lines + ([] if cost is None else labelled(*run_line(cost, each * cluster.size, cluster.size)))
+    return lines + ([] if cost is None else labelled(*run_line(cost, each * cluster.size, cluster)))
 
 
 def _binding(priced: PricedConfiguration) -> tuple[str, float]:
@@ -83,7 +80,7 @@ def _mesh(priced: PricedConfiguration) -> list[str]:
     parallel = priced.parallel
     lines = ["Mesh"]
     for axis, degree, sentence in _axes(priced):
-        lines += fold(sentence, f"{f'  {axis} = {degree:,}':<15}  ")
+        lines += fold(sentence, f"{f'  {axis} = {degree:,}':<14}  ")
     batches = f"{parallel.micro_batches:,} micro-batch{'es' if parallel.micro_batches > 1 else ''}"
     ac = "no" if parallel.checkpointing == "none" else parallel.checkpointing
     each = f"{parallel.micro_batch} x {parallel.seq:,} tokens a rank"
@@ -114,7 +111,7 @@ def _memory(priced: PricedConfiguration) -> list[str]:
     named = {_NAMES.get(name, name.replace("_", " ")): value for name, value in shown}
     unit, one = size_unit(max(named.values(), default=0.0))
     notes = {"context": "CUDA context, NCCL", "other streams": "held by the allocator"}
-    return bars("Memory per GPU" if priced.cluster.device.kind != "cpu" else "Memory", named, unit, one, notes)
+    return bars(f"Memory per {device_word(priced.cluster)}", named, unit, one, notes)
 
 
 def _time(priced: PricedConfiguration) -> list[str]:

@@ -65,7 +65,7 @@ def _phases(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> list[str
         (f"  {name}", duration(value), f"{value / step_s:.1%}".replace("%", " %") if step_s > 0 else "")
         for name, value in phases.items()
     ]
-    host = [] if estimate.host_s is None else [("  host, beside them", duration(estimate.host_s), "")]
+    host = [] if estimate.host_s is None else [("  host, in eager mode", duration(estimate.host_s), "")]
     return table(rows + host, "<>>", indent="")
 
 

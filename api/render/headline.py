@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from api.render.axis_roles import useful_devices
-from api.render.run_cost import run_cost_line
+from api.render.run_cost import cluster_of, device_word, run_cost_line
 from api.render.text import duration, fold, labelled, percent, significant, size, with_band
 from api.requests.run_cost import RunCost
 from cost_model import ClusterSpec
-from planner.plan.sharding_plan import Estimate, Job, ShardingPlan, Verification
+from planner.plan.sharding_plan import Estimate, Job, ShardingPlan
 from planner.plan.stated_errors import stated_error
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "sgd-momentum": "SGD with momentum"}
@@ -21,16 +20,6 @@ LOUD_NOTES = ("forward returns no loss", "no axis of the mesh", "a pipeline cann
 
 _STREAMING = 0.5
 """Fraction of the kernels' time below which FLOPs at the peak rate explain it, so that memory traffic is named."""
-
-
-def cluster_of(plan: ShardingPlan) -> ClusterSpec | None:
-    """Return the cluster that the plan's estimate is for; None: the plan names none."""
-    return ClusterSpec.from_dict(plan.cluster) if plan.cluster else None
-
-
-def device_word(cluster: ClusterSpec | None) -> str:
-    """Return "GPU", or "device" for what is none."""
-    return "GPU" if cluster is not None and cluster.device.kind != "cpu" else "device"
 
 
 def headline(plan: ShardingPlan) -> list[str]:
@@ -50,8 +39,8 @@ def figures(plan: ShardingPlan, cost: RunCost | None) -> list[str]:
     else:
         lines = [*_step_time(plan, plan.estimate), *_utilization(plan, plan.estimate)]
         lines += _memory(plan, plan.estimate)
-    lines += _verified(plan.verification)
-    return lines + ([] if cost is None else labelled(*run_costlabelled(plan, cost)))
+    lines += _verified(plan)
+    return lines + ([] if cost is None else labelled(*run_cost_line(plan, cost)))
 
 
 def binding(plan: ShardingPlan, estimate: Estimate) -> tuple[str, float]:
@@ -96,7 +85,7 @@ def _devices(plan: ShardingPlan) -> str:
     cluster = cluster_of(plan)
     if cluster is None:
         return f"{plan.mesh.size} device{'s' if plan.mesh.size > 1 else ''}"
-    nodes = f" ({cluster.nodes} nodes of {cluster.devices_per_node})" if cluster.nodes > 1 else ""
+    nodes = f" ({cluster.nodes:,} nodes of {cluster.devices_per_node})" if cluster.nodes > 1 else ""
     return f"{cluster.size:,} x {cluster.device.name.upper()}{nodes}"
 
 
@@ -115,9 +104,9 @@ def _warnings(plan: ShardingPlan) -> Iterator[str]:
     estimate = plan.estimate
     if estimate is not None and estimate.host_s is not None and estimate.host_s > estimate.step_time_s:
         yield (
-            f"a step would wait for the host: PyTorch needs about {duration(estimate.host_s)} in eager mode to dispatch "
-            f"the ops of {duration(estimate.step_time_s)} (an estimate from op counts). Use CUDA graphs or a larger "
-            "batch."
+            f"a step would wait for the host: PyTorch needs about {duration(estimate.host_s)} in eager mode to "
+            f"dispatch ops that run for {duration(estimate.step_time_s)} (estimated from their number). Use CUDA graphs "
+            "or a larger batch."
         )
     useful, total = useful_devices(plan), plan.mesh.size
     if useful < total:
@@ -130,8 +119,6 @@ def _warnings(plan: ShardingPlan) -> Iterator[str]:
     yield from (note for note in plan.notes if note.startswith(LOUD_NOTES))
 
 
-
-
 def _memory_warnings(plan: ShardingPlan, estimate: Estimate) -> Iterator[str]:
     cluster = cluster_of(plan)
     peak = estimate.peak_memory_bytes
@@ -142,8 +129,9 @@ def _memory_warnings(plan: ShardingPlan, estimate: Estimate) -> Iterator[str]:
     elif not _keeps_headroom(plan, estimate, cluster):
         free = cluster.memory_bytes - peak
         yield (
-            f"no headroom: {size(free)} of {size(cluster.memory_bytes)} stay free ({percent(free / cluster.memory_bytes)}"
-            f"; {percent(plan.job.headroom)} was asked for). Fragmentation alone can take that."
+            f"no headroom: {size(free)} of {size(cluster.memory_bytes)} stay free "
+            f"({percent(free / cluster.memory_bytes)}; {percent(plan.job.headroom)} was asked for). "
+            "Fragmentation alone can take that."
         )
 
 
@@ -188,7 +176,10 @@ def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
     return labelled("memory", f"{size(peak)} of {size(capacity)}", remark)
 
 
-def _verified(verification: Verification | None) -> list[str]:
+def _verified(plan: ShardingPlan) -> list[str]:
+    verification = plan.verification
+    if verification is None and (plan.pipeline is not None or plan.job.async_tp):
+        return labelled("verified", "no: such a plan is priced, not run")
     if verification is None:
         return labelled("verified", "not yet: `shardplan verify` does")
     kinds = f"{verification.kinds} kind{'' if verification.kinds == 1 else 's'} of collectives"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -28,8 +29,7 @@ def layout_lines(plan: ShardingPlan, *, details: bool = False) -> list[str]:
     rows = _rows(plan, len(plan.plan) if details else _NAMES_SHOWN)
     if not rows:
         return ["Layouts", "  no weight is split"]
-    lines = table([("Layouts", "stored", "computed"), *(("  " + name, *rest) for name, *rest in rows)], "<<<", indent="")
-    return lines
+    return table([("Layouts", "stored", "computed"), *(("  " + name, *rest) for name, *rest in rows)], "<<<", indent="")
 
 
 def _rows(plan: ShardingPlan, most_names: int) -> list[Row]:
@@ -40,12 +40,29 @@ def _rows(plan: ShardingPlan, most_names: int) -> list[Row]:
         layouts = (_stored(plan, stored), _computed(plan, key, stored, used))
         groups.setdefault((prefix.removesuffix("."), *layouts), []).append(name)
         blocks.setdefault(prefix.removesuffix("."), set()).add(layouts)
+    short = _short_names([name for (prefix, *_), names in groups.items() if prefix for name in names])
     rows = [
-        (_name(prefix, names, len(blocks[prefix]) == 1, most_names), stored, used)
+        (
+            _name(
+                prefix,
+                [short.get(name, name) if prefix else name for name in names],
+                len(blocks[prefix]) == 1,
+                most_names,
+            ),
+            stored,
+            used,
+        )
         for (prefix, stored, used), names in sorted(groups.items(), key=lambda item: item[0][0] == "")
     ]
     sharders = [(key, f"Sharder {value}", "") for key, value in plan.plan.items() if isinstance(value, str)]
     return rows + sharders
+
+
+def _short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return name -> its last part, for the names whose last part no other name has."""
+    last = {name: name.rpartition(".")[2] for name in names}
+    counts = Counter(last[name] for name in set(names))
+    return {name: part for name, part in last.items() if counts[part] == 1}
 
 
 def _name(prefix: str, names: list[str], is_only: bool, most_names: int) -> str:
@@ -83,7 +100,7 @@ def _computed(plan: ShardingPlan, key: str, stored: Layout, used: Layout | None)
             parts.append(_placement(axis, after))
     if gathered:
         per_block = " per block" if _in_block_group(plan.fully_shard, key) else ""
-        over = f" over {', '.join(gathered)}" if parts or len(plan.layout_mesh.names) > 1 else ""
+        over = "" if len(gathered) == len(plan.layout_mesh.names) else f" over {', '.join(gathered)}"
         parts.append(f"gathered{over}{per_block}")
     return ", ".join(parts) or "whole"
 

@@ -6,7 +6,7 @@ from api.render.axis_roles import AxisFacts, axis_facts
 from api.render.text import fold
 from planner.plan.sharding_plan import ShardingPlan
 
-_LABEL = 15
+_LABEL = 14
 """Columns of an axis' name and size."""
 
 
@@ -49,7 +49,7 @@ def axis_sentence(facts: AxisFacts, *, training: bool) -> str:
         clauses.append("splits sequences (CP)")
     if facts.splits_batch and main.pieces and not main.gathered:
         clauses.append("splits the batch elsewhere")
-    return ", ".join(clauses) or "splits activations"
+    return ", ".join(clauses) or ("replicates the weights" if main.whole else "splits activations")
 
 
 def _axis(axis: str, size: int, sentence: str) -> list[str]:

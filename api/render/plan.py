@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,15 +10,16 @@ from rich.text import Text
 
 from api.render.comparison import comparison_lines, optimality_lines
 from api.render.details import detail_lines, row_lines, stage_lines
-from api.render.headline import LOUD_NOTES, cluster_of, device_word, figures, headline, warnings
+from api.render.headline import LOUD_NOTES, figures, headline, warnings
 from api.render.layout_lines import layout_lines
 from api.render.mesh_lines import mesh_lines
-from api.requests.run_cost import RunCost
+from api.render.run_cost import cluster_of, device_word
 from api.render.text import bars, duration, fold, size_unit, time_unit
+from api.requests.run_cost import RunCost
 from planner.plan.sharding_plan import Estimate, Job, Pipeline, ShardingPlan
 
 _ROLES = {
-    "activations": "saved for the backward pass",
+    "activations": "saved for the backward",
     "recomputed_block": "one block's, made again in the backward",
     "reserve": "allocator, NCCL, CUDA context",
     "transient": "the most that one op works on",
@@ -26,6 +27,10 @@ _ROLES = {
 """Memory role -> explanation, for roles whose names do not say enough."""
 
 _ROLES_OF_A_FORWARD = {"activations": "there at once, at most"}
+_HEADINGS = (
+    *("Warning", "Mesh", "Layouts", "Stage", "Memory per", "Time per", "Compared with"),
+    *("Axis", "Phase", "Collective "),
+)
 _NAMES = {"kv_cache": "KV cache", "optimizer_state": "optimizer", "recomputed_block": "recomputed"}
 
 
@@ -46,9 +51,14 @@ def show_plan(
         cost: a training run whose days and price are printed; None: none.
         file: the plan's file, for the commands to type next; None: it is not saved yet.
     """
-    for line in plan_lines(plan, details=details, cost=cost, file=file):
-        is_heading = bool(line) and not line.startswith(" ")
-        console.print(Text(line, style="bold" if is_heading else ""), soft_wrap=True)
+    print_lines(plan_lines(plan, details=details, cost=cost, file=file), console)
+
+
+def print_lines(lines: Sequence[str], console: Console) -> None:
+    """Print lines as they are; the first one, headings and warnings in bold, where the console can."""
+    for number, line in enumerate(lines):
+        style = "bold" if number == 0 or line.startswith(_HEADINGS) else ""
+        console.print(Text(line, style=style), soft_wrap=True)
 
 
 def plan_lines(
@@ -87,7 +97,7 @@ def _time(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> list[str]:
     notes = {}
     if estimate.communication_s > 0:
         overlapped_s = max(estimate.communication_s - exposed_s, 0.0)
-        notes["communication"] = f"{duration(overlapped_s)} overlapped, {duration(exposed_s)} exposed"
+        notes["communication"] = _overlap(overlapped_s, exposed_s)
     slowdown_s = estimate.exposed_communication_s - exposed_s
     if slowdown_s > 1e-3 * estimate.step_time_s:
         amounts["slowdown"] = slowdown_s
@@ -100,6 +110,16 @@ def _time(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> list[str]:
         return []
     unit, one = time_unit(max(amounts.values()))
     return bars("Time per step", amounts, unit, one, notes)
+
+
+def _overlap(overlapped_s: float, exposed_s: float) -> str:
+    """Return how much communication is overlapped and exposed, as text; what is below 1 % is not named."""
+    least_s = 0.01 * (overlapped_s + exposed_s)
+    if exposed_s < least_s:
+        return "overlapped"
+    return (
+        "exposed" if overlapped_s < least_s else f"{duration(overlapped_s)} overlapped, {duration(exposed_s)} exposed"
+    )
 
 
 def next_lines(plan: ShardingPlan, file: str | None, *, details: bool) -> list[str]:

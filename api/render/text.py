@@ -15,7 +15,7 @@ WIDTH = 80
 BAR = 30
 """Columns of the longest bar."""
 
-_LABEL, _REMARK = 17, 47
+_LABEL, _REMARK = 17, 43
 """Columns at which the figure and the remark of a labelled line begin."""
 
 _GAP = "  "
@@ -57,8 +57,9 @@ def size_unit(nbytes: float) -> tuple[str, float]:
 
 
 def percent(fraction: float) -> str:
-    """Return ``fraction`` as percent: three significant digits below 100 %, none after the point from 10 % on."""
-    return f"{100 * fraction:.1f} %" if fraction < 0.0995 else f"{100 * fraction:.0f} %"
+    """Return ``fraction`` as percent, below 10 % with one digit after the point where it is not 0."""
+    text = f"{100 * fraction:.1f}" if fraction < 0.0995 else f"{100 * fraction:.0f}"
+    return f"{text.removesuffix('.0')} %"
 
 
 def fold(text: str, first: str = "", rest: str | None = None, width: int = WIDTH) -> list[str]:
@@ -108,7 +109,7 @@ def with_band(seconds: float, error: float | None) -> str:
     text = duration(seconds)
     if error is None or seconds <= 0:
         return text
-    unit, one = time_unit(seconds)
+    _, one = time_unit(seconds)
     low, high = (significant(seconds * (1 + sign * error) / one) for sign in (-1, 1))
     return f"{text}   ({low} to {high})"
 
@@ -132,14 +133,20 @@ def table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "  ", widt
         widths[widths.index(max(widths))] -= 1
     lines = []
     for row in rows:
-        cells = [
-            fold(cell, width=size_) if len(cell) > size_ else [cell] for cell, size_ in zip(row, widths, strict=True)
-        ]
+        cells = [_cell(cell, size_) for cell, size_ in zip(row, widths, strict=True)]
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
             texts = (f"{part:{way}{size_}}" for part, way, size_ in zip(parts, align, widths, strict=True))
             lines.append((indent + _GAP.join(texts)).rstrip())
     return lines
+
+
+def _cell(text: str, width: int) -> list[str]:
+    """Return a cell in lines of at most ``width`` columns; an indented cell is indented further from line 2 on."""
+    if len(text) <= width:
+        return [text]
+    lead = " " * (len(text) - len(text.lstrip()))
+    return fold(text.strip(), lead, lead * 2, width)
 
 
 def bars(title: str, amounts: Mapping[str, float], unit: str, one: float, notes: Mapping[str, str]) -> list[str]:

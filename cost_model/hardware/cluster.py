@@ -14,15 +14,23 @@ from typing import Self
 import yaml
 
 from cost_model.hardware.devices import DeviceSpec, LinkSpec, device_names, find_device, read_device, read_link
-from cost_model.hardware.reading import ClusterError, as_integer, as_mapping, as_number, check_keys, close_matches, require_positive
+from cost_model.hardware.reading import (
+    ClusterError,
+    as_integer,
+    as_mapping,
+    as_number,
+    check_keys,
+    close_matches,
+    require_positive,
+)
 from cost_model.hardware.sweep import Sweep, read_sweep, read_sweep_file
 
 __all__ = ["ClusterError", "ClusterSpec", "DeviceSpec", "LinkSpec", "device_names", "find_device"]
 
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9.\-]*)", re.IGNORECASE)
-_BETWEEN = r"\s*(?:[x*×,:/-]|\s)\s*"
+_BETWEEN = r"\s*(?:[x*,:/-]|\s)\s*"
 _LOOSE = re.compile(rf"(\d+)(?:{_BETWEEN}(\d+))?(?:{_BETWEEN})?([a-z].*)", re.IGNORECASE)
-_DEVICE_FIRST = re.compile(r"([a-z].*?)\s*[x*×:]\s*(\d+)", re.IGNORECASE)
+_DEVICE_FIRST = re.compile(r"([a-z].*?)\s*[x*:]\s*(\d+)", re.IGNORECASE)
 """Counts and a device in any order and with any sign between them, for a hint."""
 _KEYS = (
     "nodes",

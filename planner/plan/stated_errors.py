@@ -45,7 +45,11 @@ def stated_error(plan: ShardingPlan) -> StatedError | None:
 
     Training in 16 bits on GPUs was measured. Inference, float32 and devices that are no GPUs were not.
     """
-    if not plan.job.training or not plan.cluster or not _is_measured(ClusterSpec.from_dict(plan.cluster), plan.job.dtype):
+    if (
+        not plan.job.training
+        or not plan.cluster
+        or not _is_measured(ClusterSpec.from_dict(plan.cluster), plan.job.dtype)
+    ):
         return None
     return EXPERTS if any(_EXPERTS_KEY in f".{key}." for key in plan.plan) else DENSE_PLAN
 

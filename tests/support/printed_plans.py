@@ -143,7 +143,7 @@ def repeating_plan() -> ShardingPlan:
     return dataclasses.replace(
         plan,
         mesh=PlanMesh.from_mesh(MeshSpec.parse("dp=100000,tp=8")),
-        plan={key: two for key in plan.plan},
+        plan=dict.fromkeys(plan.plan, two),
         compute_plan={},
         fully_shard={},
         input_plan={"input": parse_layout(["R", "R"])},
@@ -158,7 +158,10 @@ def pipeline_plan() -> ShardingPlan:
     plan = fsdp_plan()
     stages = tuple(
         PipelineStage(modules=modules, micro_batch_s=0.4, peak_memory_bytes=60_000_000_000)
-        for modules in (("model.embed_tokens", "model.layers.{0-15}"), ("model.layers.{16-31}", "model.norm", "lm_head"))
+        for modules in (
+            ("model.embed_tokens", "model.layers.{0-15}"),
+            ("model.layers.{16-31}", "model.norm", "lm_head"),
+        )
     )
     return dataclasses.replace(
         plan,

@@ -17,7 +17,14 @@ def test_three_significant_digits(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(7.3444, "7.34 s"), (0.0183, "18.3 ms"), (4.2e-5, "42.0 µs"), (0, "0 s"), (0.99999, "1.00 s"), (1234.5, "1,230 s")],
+    [
+        (7.3444, "7.34 s"),
+        (0.0183, "18.3 ms"),
+        (4.2e-5, "42.0 µs"),
+        (0, "0 s"),
+        (0.99999, "1.00 s"),
+        (1234.5, "1,230 s"),
+    ],
 )
 def test_a_duration_has_one_number_and_one_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -58,7 +65,9 @@ def test_a_remark_that_does_not_fit_has_a_line_of_its_own() -> None:
 
 
 def test_bars_are_in_proportion_and_share_a_unit() -> None:
-    lines = bars("Memory per GPU", {"activations": 57.1e9, "optimizer": 4e9, "nothing": 0.0}, "GB", 1e9, {"optimizer": "x"})
+    lines = bars(
+        "Memory per GPU", {"activations": 57.1e9, "optimizer": 4e9, "nothing": 0.0}, "GB", 1e9, {"optimizer": "x"}
+    )
     assert lines == [
         "Memory per GPU    GB",
         "  activations   57.1  ##############################",
