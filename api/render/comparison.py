@@ -69,11 +69,11 @@ def _bound(solver: SolverReport, step_s: float | None) -> str:
         return "No bound was proven: nothing says how far the plan is from the best."
     gap = max(step_s - solver.bound_s, 0.0) / step_s
     space = "the search space" if solver.name in ("ilp", "HiGHS") else f"the planner {solver.name}"
-    within = f"{math.ceil(round(1000 * gap, 6)) / 10:.1f} %"
+    within = f"{math.ceil(round(1000 * gap, 3)) / 10:.1f} %"
     bound = f"no plan of {space} takes less than {duration(solver.bound_s)}."
     if solver.status == "time-limit":
         return f"Time was up: the plan is at most {within} from the best, as {bound}"
-    return f"Optimal within {within}: {bound}"
+    return f"Optimal{'' if within == '0.0 %' else f' within {within}'}: {bound}"
 
 
 def _fastest(solver: SolverReport) -> str:

@@ -19,9 +19,8 @@ _OUTCOMES = {"slower": "", "open": "undecided, ", "does-not-fit": "does not fit"
 
 def detail_lines(plan: ShardingPlan) -> list[str]:
     """Return the lines of ``--details``."""
-    parts = [_axes(plan), layout_lines(plan, details=True)]
-    if plan.pipeline is not None:
-        parts.append(stage_lines(plan.pipeline))
+    weights = layout_lines(plan, details=True)
+    parts = [_axes(plan), [] if weights == layout_lines(plan) else weights]
     if plan.estimate is not None:
         parts += [_phases(plan.estimate, plan.job, plan.pipeline), _collectives(plan.estimate), _error(plan)]
     if plan.solver is not None:

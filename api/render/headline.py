@@ -105,8 +105,8 @@ def _warnings(plan: ShardingPlan) -> Iterator[str]:
     if estimate is not None and estimate.host_s is not None and estimate.host_s > estimate.step_time_s:
         yield (
             f"a step would wait for the host: PyTorch needs about {duration(estimate.host_s)} in eager mode to "
-            f"dispatch ops that run for {duration(estimate.step_time_s)} (estimated from their number). Use CUDA graphs "
-            "or a larger batch."
+            f"dispatch ops that run for {duration(estimate.step_time_s)} (estimated from their number). "
+            "Use CUDA graphs or a larger batch."
         )
     useful, total = useful_devices(plan), plan.mesh.size
     if useful < total:

@@ -16,9 +16,9 @@ DTENSOR_OP_S = 25e-6
 """Host seconds to dispatch one op on DTensors, its layouts known already, without its kernel.
 
 24 to 26 us for ``detach`` on a Skylake server with dispatch in C++, 36 to 40 us without (pytorch/pytorch#166371,
-October 2025). torch 2.13 has that path in the form of pytorch/pytorch#167051. ``detach`` is among the cheapest ops, so that an
-average op takes longer; a newer CPU takes less. ``shardplan calibrate`` measures the time where the device is a CPU
-(`DeviceSpec.host_op_s`). Read 2026-11."""
+October 2025). torch 2.13 has that path in the form of pytorch/pytorch#167051. ``detach`` is among the cheapest ops, so
+that an average op takes longer; a newer CPU takes less. ``shardplan calibrate`` measures the time where the device is a
+CPU (`DeviceSpec.host_op_s`). Read 2026-11."""
 
 OPTIMIZER_OPS = 10
 """Ops of an optimizer's step over all parameters: AdamW with ``foreach``, torch 2.13, ``_multi_tensor_adamw``."""

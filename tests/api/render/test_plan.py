@@ -165,7 +165,7 @@ def test_how_far_from_the_best(changes: dict[str, object], said: str) -> None:
 def test_days_and_price_of_a_run() -> None:
     # 128 x 8,192 tokens in 7.34 s: 1e12 tokens in 81.0 days of 16 devices.
     said = text_of(fsdp_plan(), cost=RunCost(tokens=1e12, price=2.5))
-    assert "1e+12 tokens 81.0 days 31,100 device-hours, 77,800 at 2.5 an hour" in said
+    assert "1e12 tokens 81.0 days 31,100 GPU-hours, 77,800 at 2.5 each" in said
     with pytest.raises(JobError, match="step time"):
         plan_lines(bare_plan(), cost=RunCost(tokens=1e12))
 
