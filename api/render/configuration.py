@@ -90,13 +90,13 @@ def _mesh(priced: PricedConfiguration) -> list[str]:
 def _axes(priced: PricedConfiguration) -> Iterator[tuple[str, int, str]]:
     """Yield (axis, degree, what it does) of each axis with a degree above 1."""
     parallel = priced.parallel
-    sequences = ", sequences between them (SP)" if parallel.sequence_parallel else ""
+    sequences = ", sequences in between (SP)" if parallel.sequence_parallel else ""
     axes = (
         ("pp", parallel.pipeline, f"pipeline stages, {parallel.schedule}"),
         ("dp", parallel.replicate, "splits the batch over replicas of the model (DP)"),
         ("fsdp", parallel.shard, "shards weights, gradients, optimizer states and the batch (FSDP)"),
         ("cp", parallel.context, "splits sequences (CP)"),
-        ("tp", parallel.tensor, f"splits the matrix multiplications (TP){sequences}"),
+        ("tp", parallel.tensor, f"splits matrix multiplications (TP){sequences}"),
         ("ep", parallel.expert, "spreads the experts over ranks of dp, fsdp and cp (EP)"),
     )
     used = [axis for axis in axes if axis[1] > 1]

@@ -38,13 +38,13 @@ def axis_sentence(facts: AxisFacts, *, training: bool) -> str:
     elif facts.splits_batch and main.whole and not main.pieces:
         clauses.append("splits the batch over replicas of the model (DP)")
     if main.pieces:
-        clauses.append("splits the matrix multiplications (TP)")
+        clauses.append("splits matrix multiplications (TP)")
     if main.experts:
         clauses.append("spreads the experts (EP)")
     if facts.swaps_heads:
         clauses.append("splits sequences, and heads inside attention (Ulysses)")
     elif facts.splits_sequence and main.pieces:
-        clauses.append("sequences between them (SP)")
+        clauses.append("sequences in between (SP)")
     elif facts.splits_sequence and not (main.gathered and not facts.splits_batch):
         clauses.append("splits sequences (CP)")
     if facts.splits_batch and main.pieces and not main.gathered:

@@ -76,7 +76,7 @@ JOB = ["--cluster", "1x8xh100-sxm-80gb", "--batch", "8", "--seq", "1024"]
         (["plan", "gpt2", "--cluster", "4*8 H100"], "did you mean 4x8xh100-sxm-80gb"),
         (["plan", "gpt2", "--cluster", "h100x8"], "did you mean 8xh100-sxm-80gb"),
         (["plan", "gpt2", *JOB, "--planner", "fully-shard"], "Did you mean fully-sharded"),
-        (["plan", "gpt2", *JOB, "--optimizer", "adamv"], "Did you mean adamw"),
+        (["plan", "gpt2", *JOB, "--optimizer", "adamv"], "Did you mean adam or adamw"),
         (["plan", "gpt2", *JOB, "--optimiser", "adamw"], "--optimizer"),
         (["sweep", "llama-3.1-8bb", *JOB], "Did you mean llama-3.1-8b"),
         (["estimate", "llama-3.1-8bb", "fully-sharded", *JOB], "Did you mean llama-3.1-8b"),

@@ -204,8 +204,8 @@ def test_show_tells_axes_weights_memory_collectives_and_gap(plan_file: str) -> N
     lines = [" ".join(line.split()) for line in said.splitlines()]
     for expected in (
         "dp = 2 shards weights, gradients, optimizer states and the batch (FSDP)",
-        "tp = 2 splits the matrix multiplications (TP), sequences between them (SP)",
-        "model.layers.*: self_attn.q_proj dp dim 0, tp dim 0 tp dim 0, gathered over dp",
+        "tp = 2 splits matrix multiplications (TP), sequences in between (SP)",
+        "model.layers.*: q_proj dp dim 0, tp dim 0 tp dim 0, gathered over dp",
         "model.norm dp dim 0 gathered over dp",
         "parameters 10.0 ##########",
         "memory 40.0 GB of 80.0 GB 50 % free",
@@ -252,8 +252,8 @@ def test_plan_writes_the_file_that_it_prints(planned: Planned) -> None:
 
 def test_show_has_a_row_for_each_axis_of_a_real_plan(planned: Planned) -> None:
     said = run("show", str(planned.plan)).stdout
-    assert re.search(r"^  dp = 2 +\w.*\((FSDP|DP|TP|SP|CP|Ulysses)\)", said, re.MULTILINE)
-    assert re.search(r"^  tp = 2 +\w.*\((FSDP|DP|TP|SP|CP|Ulysses)\)", said, re.MULTILINE)
+    assert re.search(r"^  dp = 2 +(shards|splits) ", said, re.MULTILINE)
+    assert re.search(r"^  tp = 2 +(shards|splits) ", said, re.MULTILINE)
     assert "  optimizer " in said
 
 

@@ -60,7 +60,7 @@ def test_a_table_folds_its_widest_column() -> None:
 
 
 def test_a_remark_that_does_not_fit_has_a_line_of_its_own() -> None:
-    assert labelled("memory", "1 GB", "x") == [f"{'  memory':<17}{'1 GB':<30}x"]
+    assert labelled("memory", "1 GB", "x") == [f"{'  memory':<17}{'1 GB':<26}x"]
     assert labelled("memory", "1 GB", "x" * 40) == [f"{'  memory':<17}1 GB", " " * 17 + "x" * 40]
 
 
