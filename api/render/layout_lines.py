@@ -14,7 +14,7 @@ from api.render.text import table
 from cost_model.layouts.layout import Layout, format_layout, sharded_dim
 from planner.plan.sharding_plan import ShardingPlan
 
-_BLOCKS = re.compile(r"(.*(?:\*|\{\d+-\d+\}|\d+)\.)?(.*)")
+_BLOCKS = re.compile(r"((?:.*\.)?(?:\*|\{\d+-\d+\}|\d+)\.)?(.*)")
 """A key of a plan in two groups: the path up to and including its blocks, and the name below them."""
 
 _NAMES_SHOWN = 6

@@ -35,6 +35,5 @@ def _op_flops(op: Op, profile: OpProfile, graph: OpGraph, training: bool) -> flo
 
 def _attended_share(op: Op, profile: OpProfile, queries: int, keys: int) -> float:
     """Return the fraction of the scores of an attention op that no causal mask hides."""
-    if profile.cached_tokens or queries != keys or not is_causal(op):
-        return 1.0
-    return (1.0 + 1.0 / keys) / 2.0
+    tokens = profile.cached_tokens or keys
+    return (1.0 + 1.0 / tokens) / 2.0 if is_causal(op) and queries == tokens else 1.0
