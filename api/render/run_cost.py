@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from api.render.text import significant
 from api.requests.run_cost import RunCost
-from cost_model import ClusterSpec
+from cost_model import ClusterError, ClusterSpec
 from planner.errors import JobError
 from planner.plan.sharding_plan import ShardingPlan
 
 
 def cluster_of(plan: ShardingPlan) -> ClusterSpec | None:
-    """Return the cluster that the plan's estimate is for; None: the plan names none."""
-    return ClusterSpec.from_dict(plan.cluster) if plan.cluster else None
+    """Return the cluster that the plan's estimate is for; None: the plan names none, or one that cannot be read."""
+    try:
+        return ClusterSpec.from_dict(plan.cluster) if plan.cluster else None
+    except ClusterError:
+        return None
 
 
 def device_word(cluster: ClusterSpec | None) -> str:

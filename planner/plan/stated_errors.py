@@ -40,10 +40,14 @@ STATED = (DENSE_PLAN, DENSE_CONFIGURATION, EXPERTS)
 _EXPERTS_KEY = ".experts."
 
 
-def stated_error(plan: ShardingPlan) -> StatedError | None:
+def stated_error(plan: ShardingPlan, cluster: ClusterSpec | None) -> StatedError | None:
     """Return the error that is stated for such plans; None: no measurement of such jobs is behind the cost model.
 
     Training in 16 bits on GPUs was measured. Inference, float32 and devices that are no GPUs were not.
+
+    Args:
+        plan: the plan.
+        cluster: the cluster that its estimate is for; None: not known.
     """
     if (
         not plan.job.training
