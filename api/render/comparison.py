@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from api.render.run_cost import cluster_of
 from api.render.text import duration, fold, percent, significant, size, table
 from planner.plan.estimate import BaselinePrice, Perturbation, SolverReport
 from planner.plan.sharding_plan import ShardingPlan
@@ -49,7 +50,7 @@ def _difference(other_s: float, plan: ShardingPlan, step_s: float) -> str:
         return "as fast"
     share = significant(100 * abs(relative), 1 if abs(relative) < 0.095 else 2)
     text = f"{share} % {'slower' if relative > 0 else 'faster'}"
-    stated = stated_error(plan)
+    stated = stated_error(plan, cluster_of(plan))
     within = stated is not None and abs(relative) <= stated.error
     return f"{text}: within the model's error" if within else text
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from api.render.axis_roles import axis_roles
 from api.render.layout_lines import layout_lines
+from api.render.run_cost import cluster_of
 from api.render.text import duration, fold, size, table
 from planner.plan.estimate import MeshReport
 from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Job, Pipeline, ShardingPlan, SolverReport
@@ -93,7 +94,7 @@ def _sums(rows: Sequence[CollectiveEstimate]) -> tuple[str, str, str]:
 
 
 def _error(plan: ShardingPlan) -> list[str]:
-    stated = stated_error(plan)
+    stated = stated_error(plan, cluster_of(plan))
     if stated is None:
         return fold("Error of the step time: not stated, for no such job was compared with measurements.")
     return fold(

@@ -140,7 +140,7 @@ def _keeps_headroom(plan: ShardingPlan, estimate: Estimate, cluster: ClusterSpec
 
 
 def _step_time(plan: ShardingPlan, estimate: Estimate) -> list[str]:
-    stated = stated_error(plan)
+    stated = stated_error(plan, cluster_of(plan))
     figure = with_band(estimate.step_time_s, None if stated is None else stated.error)
     return labelled("step time", figure, _rate(plan, estimate))
 

@@ -19,7 +19,8 @@ def mesh_lines(plan: ShardingPlan) -> list[str]:
         sentence = f"{len(pipeline.stages)} stages, {pipeline.schedule}{chunks} (pipeline parallelism)"
         lines += _axis(plan.mesh.names[0], plan.mesh.shape[0], sentence)
     for index, (axis, size) in enumerate(plan.layout_mesh.axes):
-        lines += _axis(axis, size, axis_sentence(axis_facts(plan, index), training=plan.job.training))
+        facts = axis_facts(plan, index)
+        lines += _axis(axis, size, "one rank" if size == 1 else axis_sentence(facts, training=plan.job.training))
     return lines + fold(_step(plan), "  ")
 
 

@@ -49,11 +49,7 @@ def stated_error(plan: ShardingPlan, cluster: ClusterSpec | None) -> StatedError
         plan: the plan.
         cluster: the cluster that its estimate is for; None: not known.
     """
-    if (
-        not plan.job.training
-        or not plan.cluster
-        or not _is_measured(ClusterSpec.from_dict(plan.cluster), plan.job.dtype)
-    ):
+    if not plan.job.training or cluster is None or not _is_measured(cluster, plan.job.dtype):
         return None
     return EXPERTS if any(_EXPERTS_KEY in f".{key}." for key in plan.plan) else DENSE_PLAN
 

@@ -14,8 +14,9 @@ from api.render.headline import binding, mfu
 from api.render.plan import plan_lines, show_plan
 from api.requests.run_cost import RunCost
 from cost_model.hardware.cluster import ClusterSpec
+from cost_model.layouts.layout import MeshSpec
 from planner.errors import JobError
-from planner.plan.sharding_plan import ShardingPlan
+from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 GOLDEN = """\
 llama-3.1-8b on 16 x H100-SXM-80GB (2 nodes of 8)
@@ -129,6 +130,18 @@ def test_devices_that_repeat_work_are_counted() -> None:
     for plan in (fsdp_plan(), decoding_plan(), pipeline_plan(), bare_plan()):
         assert useful_devices(plan) == plan.mesh.size
         assert "repeat" not in text_of(plan)
+
+
+def test_a_cluster_that_cannot_be_read_does_not_keep_a_plan_from_being_shown() -> None:
+    said = text_of(dataclasses.replace(fsdp_plan(), cluster={"nodes": 2, "device": "one of ours"}))
+    assert said.startswith("llama-3.1-8b on 16 devices training")
+    assert "step time 7.34 s 143,000 tokens/s, 8,930 per device" in said
+
+
+def test_one_device_has_nothing_to_split() -> None:
+    plan = dataclasses.replace(fsdp_plan(), mesh=PlanMesh.from_mesh(MeshSpec.parse("dp=1")), cluster={})
+    assert "dp = 1 one rank" in text_of(plan)
+    assert "143,000 tokens/s MFU" in text_of(plan)
 
 
 def test_a_pipeline_shows_its_stages_and_that_it_is_not_run() -> None:
