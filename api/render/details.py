@@ -15,6 +15,7 @@ from planner.plan.stated_errors import PAGE, stated_error
 
 _COLLECTIVES_SHOWN = 12
 _MESHES_SHOWN = 12
+_MODULES_SHOWN = 5
 _OUTCOMES = {"slower": "", "open": "undecided, ", "does-not-fit": "does not fit", "no-layout": "has no layout"}
 
 
@@ -37,10 +38,16 @@ def stage_lines(pipeline: Pipeline) -> list[str]:
     """Return a table of the pipeline's stages."""
     rows = [("Stage", "modules", "micro-batch", "peak")]
     rows += [
-        (f"  {index}", ", ".join(stage.modules), duration(stage.micro_batch_s), size(stage.peak_memory_bytes))
+        (f"  {index}", _modules(stage.modules), duration(stage.micro_batch_s), size(stage.peak_memory_bytes))
         for index, stage in enumerate(pipeline.stages)
     ]
     return table(rows, "<<>>", indent="")
+
+
+def _modules(names: Sequence[str]) -> str:
+    """Return the modules of a stage as text; of many, the first ones are named."""
+    more = f" and {len(names) - _MODULES_SHOWN} more" if len(names) > _MODULES_SHOWN else ""
+    return ", ".join(names[:_MODULES_SHOWN]) + more
 
 
 def _axes(plan: ShardingPlan) -> list[str]:

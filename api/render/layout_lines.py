@@ -34,28 +34,32 @@ def layout_lines(plan: ShardingPlan, *, details: bool = False) -> list[str]:
 
 def _rows(plan: ShardingPlan, most_names: int) -> list[Row]:
     groups: dict[tuple[str, str, str], list[str]] = {}
-    blocks: dict[str, set[tuple[str, str]]] = {}
+    layouts_of: dict[str, set[tuple[str, str]]] = {}
     for key, stored, used in weight_layouts(plan):
         prefix, name = _BLOCKS.fullmatch(key.removesuffix(".weight")).groups("")  # type: ignore[union-attr]
+        prefix = prefix.removesuffix(".")
         layouts = (_stored(plan, stored), _computed(plan, key, stored, used))
-        groups.setdefault((prefix.removesuffix("."), *layouts), []).append(name)
-        blocks.setdefault(prefix.removesuffix("."), set()).add(layouts)
+        groups.setdefault((prefix, *layouts), []).append(name)
+        layouts_of.setdefault(prefix, set()).add(layouts)
+    uniform: dict[tuple[str, str], list[str]] = {}
+    rows: list[Row] = []
     short = _short_names([name for (prefix, *_), names in groups.items() if prefix for name in names])
-    rows = [
-        (
-            _name(
-                prefix,
-                [short.get(name, name) if prefix else name for name in names],
-                len(blocks[prefix]) == 1,
-                most_names,
-            ),
-            stored,
-            used,
-        )
-        for (prefix, stored, used), names in sorted(groups.items(), key=lambda item: item[0][0] == "")
-    ]
+    for (prefix, stored_text, used_text), names in groups.items():
+        if prefix and len(names) > 1 and len(layouts_of[prefix]) == 1:
+            uniform.setdefault((stored_text, used_text), []).append(prefix)
+        elif prefix:
+            shown = _listed([short.get(name, name) for name in names], most_names)
+            rows.append((f"{prefix}: {shown}", stored_text, used_text))
+    blocks = [(f"{_listed(prefixes, most_names)} (all weights)", *layouts) for layouts, prefixes in uniform.items()]
+    outside = [(_listed(names, most_names), *layouts) for (prefix, *layouts), names in groups.items() if not prefix]
     sharders = [(key, f"Sharder {value}", "") for key, value in plan.plan.items() if isinstance(value, str)]
-    return rows + sharders
+    return [*blocks, *rows, *outside, *sharders]  # type: ignore[list-item]
+
+
+def _listed(names: Sequence[str], most: int) -> str:
+    """Return ``names`` as text; beyond ``most``, they are counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _short_names(names: Sequence[str]) -> dict[str, str]:
@@ -63,15 +67,6 @@ def _short_names(names: Sequence[str]) -> dict[str, str]:
     last = {name: name.rpartition(".")[2] for name in names}
     counts = Counter(last[name] for name in set(names))
     return {name: part for name, part in last.items() if counts[part] == 1}
-
-
-def _name(prefix: str, names: list[str], is_only: bool, most_names: int) -> str:
-    """Return the text for weights ``names`` below the path of blocks ``prefix``; ``is_only``: its only layouts."""
-    if prefix and is_only and len(names) > 1:
-        return f"{prefix} (all weights)"
-    more = f" and {len(names) - most_names} more" if len(names) > most_names else ""
-    shown = ", ".join(names[:most_names]) + more
-    return f"{prefix}: {shown}" if prefix else shown
 
 
 def _stored(plan: ShardingPlan, stored: Layout) -> str:

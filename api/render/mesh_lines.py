@@ -55,7 +55,7 @@ def axis_sentence(facts: AxisFacts, *, training: bool) -> str:
 
 def _axis(axis: str, size: int, sentence: str) -> list[str]:
     head = f"  {axis} = {size:,}"
-    if len(head) < _LABEL:
+    if len(head) <= _LABEL:
         return fold(sentence, f"{head:<{_LABEL}}  ")
     return [*fold(head), *fold(sentence, " " * (_LABEL + 2))]
 
