@@ -77,7 +77,7 @@ class OpenedRequest:
         tp_plan: the model's Hugging Face `tp_plan`, for the planner "tensor-parallel"; None where it has none.
         progress: called with each event of planning.
         notes: for the user, on how the request was read.
-        name: the user's name for the model; None: the model is a graph that a client traced.
+        name: the user's name for the model; None: the request gives the model itself.
     """
 
     model: nn.Module | TracedModule
@@ -143,7 +143,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         tp_plan=source.tp_plan,
         progress=progress,
         notes=tuple(source.notes),
-        name=source.name,
+        name=source.name if isinstance(request.model_spec, str) else None,
     )
 
 
