@@ -1,5 +1,5 @@
 # make setup      an environment in .venv, with shardplan installed in it
-# make plan       plans Llama-3.1-8B on 16 H100s, prints the plan, writes plan.json
+# make plan       plans Llama-3.1-8B on 8 H100s, prints the plan, writes plan.json
 # make test       everything that CI runs
 # make test-slow  the long tests as well
 # make docs       the documentation as a site, in build/site
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 plan: $(STAMP)
-	$(BIN)/shardplan plan llama-3.1-8b --cluster 2x8xh100-sxm-80gb --batch 128 --seq 8192 -o plan.json
+	$(BIN)/shardplan plan llama-3.1-8b --cluster 1x8xh100-sxm-80gb --batch 64 --seq 4096 -o plan.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

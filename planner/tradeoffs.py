@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Unpack
 
@@ -133,6 +134,7 @@ def sweep(
     example_inputs: GivenInputs = None,
     tp_plan: Mapping[str, str] | None = None,
     progress: Progress | None = None,
+    counts: Sequence[int] | None = None,
     **options: Unpack[JobOptions],
 ) -> list[ClusterSize]:
     """Return the best plan on clusters of 1, 2, 4, ... devices of the same nodes, up to the given cluster.
@@ -142,14 +144,16 @@ def sweep(
         example_inputs: as for `build_plan`.
         tp_plan: as for `build_plan`.
         progress: as for `build_plan`.
+        counts: numbers of devices; None: 1, 2, 4, ... and the whole cluster.
         spec: the job. Its cluster is the largest of the sweep; its mesh is ignored. None: ``options`` give the job.
         options: the fields of `JobSpec`, in place of ``spec``.
 
     Raises:
-        PlannerError: the job cannot be planned at all.
+        PlannerError: the job cannot be planned at all, or the cluster has no such number of devices.
     """
     spec = spec_of(options) if spec is None else spec
     largest = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
+    parts = parts_of(largest) if counts is None else [part_of(largest, count) for count in dict.fromkeys(counts)]
     if not isinstance(model, TracedModule):
         model = trace_module(
             model,
@@ -162,7 +166,7 @@ def sweep(
             fused_projections=spec.fused_projections,
         )
     sizes = []
-    for part in parts_of(largest):
+    for part in parts:
         session = PlanningSession(
             model, spec=dataclasses.replace(spec, cluster=part), tp_plan=tp_plan, progress=_for(part.name, progress)
         )
@@ -181,18 +185,44 @@ def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
     """Return clusters of 1, 2, 4, ... devices, up to ``cluster`` itself: parts of one node, then whole nodes."""
     per_node = [2**i for i in range(cluster.devices_per_node.bit_length()) if 2**i < cluster.devices_per_node]
     nodes = [2**i for i in range(cluster.nodes.bit_length()) if 2**i < cluster.nodes]
-    cards = [max(1, cluster.cards_per_node * count // cluster.devices_per_node) for count in per_node]
-    parts = [
-        dataclasses.replace(
-            cluster,
-            nodes=1,
-            devices_per_node=count,
-            cards_per_node=card,
-            sweeps=tuple(sweep for sweep in cluster.sweeps if sweep.ranks_per_node <= count),
-        )
-        for count, card in zip(per_node, cards, strict=True)
+    return [
+        *(_part(cluster, nodes=1, devices_per_node=count) for count in per_node),
+        *(dataclasses.replace(cluster, nodes=count) for count in nodes),
+        cluster,
     ]
-    return [*parts, *(dataclasses.replace(cluster, nodes=count) for count in nodes), cluster]
+
+
+def part_of(cluster: ClusterSpec, count: int) -> ClusterSpec:
+    """Return the part of ``cluster`` with ``count`` devices on as few nodes as hold them, the same number on each.
+
+    Raises:
+        JobError: the cluster is smaller, or no number of its nodes holds ``count`` devices evenly.
+    """
+    if not 1 <= count <= cluster.size:
+        advice = f"Give numbers from 1 to {cluster.size}, or a larger --cluster."
+        raise JobError(f"{count} devices of {cluster.name}.", what_to_do=advice, field="devices")
+    for nodes in range(math.ceil(count / cluster.devices_per_node), cluster.nodes + 1):
+        if count % nodes == 0:
+            return _part(cluster, nodes=nodes, devices_per_node=count // nodes)
+    below = max(c for c in range(1, count) if c <= cluster.devices_per_node or c % cluster.devices_per_node == 0)
+    raise JobError(
+        f"{count} devices do not spread evenly over the nodes of {cluster.name}.",
+        what_to_do=f"Give a number that does, such as {below}.",
+        field="devices",
+    )
+
+
+def _part(cluster: ClusterSpec, *, nodes: int, devices_per_node: int) -> ClusterSpec:
+    """Return ``cluster`` with fewer nodes and devices, and with the network cards and sweeps that they have left."""
+    if devices_per_node == cluster.devices_per_node:
+        return dataclasses.replace(cluster, nodes=nodes)
+    return dataclasses.replace(
+        cluster,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        cards_per_node=max(1, cluster.cards_per_node * devices_per_node // cluster.devices_per_node),
+        sweeps=tuple(sweep for sweep in cluster.sweeps if sweep.ranks_per_node <= devices_per_node),
+    )
 
 
 def best_size(sizes: list[ClusterSize], objective: Objective, *, within_s: float | None = None) -> ClusterSize | None:

@@ -1,6 +1,6 @@
 """The command line.
 
-the commands                 main, tradeoffs, calibration, service
+the commands                 main, catalogue, tradeoffs, calibration, service
 their options                options.takes_job_options
 plans and prices for them    requests
 output and exit codes        terminal

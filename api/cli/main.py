@@ -12,11 +12,23 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.catalogue import add_catalogue_commands, print_versions
 from api.cli.former_names import CommandsWithFormerNames
 from api.cli.headings import CommandWithHeadings
-from api.cli.options import Json, Model, NoCache, PlanFile, PlanOutput, takes_job_options
+from api.cli.options import (
+    Details,
+    Json,
+    Model,
+    NoCache,
+    PlanFile,
+    PlanOutput,
+    Price,
+    Tokens,
+    takes_job_options,
+)
 from api.cli.requests import (
     CONFIGURATION_OPTIONS,
+    check_model,
     names_degrees,
     plan_of,
     price_degrees,
@@ -26,7 +38,16 @@ from api.cli.requests import (
     what_to_price,
 )
 from api.cli.service import add_service_commands
-from api.cli.terminal import check_writable, print_plan, reported, save_plan, terminal, watched
+from api.cli.terminal import (
+    check_run_cost,
+    check_writable,
+    print_configuration,
+    print_plan,
+    reported,
+    save_plan,
+    terminal,
+    watched,
+)
 from api.cli.tradeoffs import add_tradeoff_commands
 
 CONFIGURATION = "A configuration by its degrees"
@@ -46,29 +67,50 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def shardplan(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_versions, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Decide how a PyTorch model is split over a GPU cluster, before the cluster is touched."""
+
+
 @app.command("plan", cls=CommandWithHeadings)
 @takes_job_options()
 def plan_command(
-    model: Model, options: dict[str, Any], output: PlanOutput = None, as_json: Json = False, no_cache: NoCache = False
+    model: Model,
+    options: dict[str, Any],
+    output: PlanOutput = None,
+    details: Details = False,
+    tokens: Tokens = None,
+    price: Price = None,
+    as_json: Json = False,
+    no_cache: NoCache = False,
 ) -> None:
     """Plan how MODEL is trained, or run, on a cluster."""
     with reported(as_json):
+        check_run_cost(tokens, price)
         if output is not None:
             check_writable(output)
         limits = {name: options.pop(name) for name in ("time_limit_s", "jobs")}
         plan = plan_of(request_of(model=model, **options), use_cache=not no_cache, **limits)
         if output is not None:
             save_plan(plan, output)
-        print_plan(plan, as_json=as_json)
+        print_plan(plan, as_json=as_json, details=details, tokens=tokens, price=price, file=output)
 
 
 @app.command("show")
-def show_command(plan: PlanFile, as_json: Json = False) -> None:
+def show_command(
+    plan: PlanFile, details: Details = False, tokens: Tokens = None, price: Price = None, as_json: Json = False
+) -> None:
     """Show what a plan does, what it costs and how good it is."""
     with reported(as_json):
+        check_run_cost(tokens, price)
         from planner.plan.sharding_plan import ShardingPlan
 
-        print_plan(ShardingPlan.load(plan), as_json=as_json)
+        loaded = ShardingPlan.load(plan)
+        print_plan(loaded, as_json=as_json, details=details, tokens=tokens, price=price, file=plan)
 
 
 @app.command("estimate", cls=CommandWithHeadings)
@@ -94,6 +136,9 @@ def estimate_command(
     schedule: Annotated[
         str, typer.Option(help="Of the pipeline: gpipe, 1f1b, ...", rich_help_panel=CONFIGURATION)
     ] = "1f1b",
+    details: Details = False,
+    tokens: Tokens = None,
+    price: Price = None,
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
@@ -105,6 +150,7 @@ def estimate_command(
     with reported(as_json):
         from planner.errors import JobError
 
+        check_run_cost(tokens, price)
         is_configuration = micro_batch is not None or names_degrees(options.get("mesh"))
         if what is None and plan is None and planner is None and is_configuration:
             refuse_options(
@@ -114,7 +160,8 @@ def estimate_command(
             )
             if micro_batch is not None:
                 options["micro_batch"] = micro_batch
-            price_degrees(model, options, sp=sp, virtual_stages=virtual_stages, schedule=schedule, as_json=as_json)
+            priced_degrees = price_degrees(model, options, sp=sp, virtual_stages=virtual_stages, schedule=schedule)
+            print_configuration(priced_degrees, as_json=as_json, tokens=tokens, price=price)
             return
         file, name = what_to_price(what, plan, planner)
         if file is not None:
@@ -129,7 +176,7 @@ def estimate_command(
             if "cluster" not in options:
                 raise JobError("--cluster is missing.", what_to_do="Give one, such as --cluster 2x8xh100-sxm-80gb.")
             priced = plan_of(request_of(model=model, planner=name, **options), use_cache=not no_cache)
-        print_plan(priced, as_json=as_json)
+        print_plan(priced, as_json=as_json, details=details, tokens=tokens, price=price, file=file)
 
 
 @app.command("verify")
@@ -139,6 +186,7 @@ def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
     Exit code 1: they differ. Exit code 4: the plan does not run.
     """
     with reported(as_json):
+        check_model(model)
         from api.requests.model_registry import load_for_plan
         from planner.plan.sharding_plan import ShardingPlan
         from planner.progress import BUILDING_MODEL, RUNNING_ON_FAKE_PROCESSES
@@ -186,6 +234,7 @@ def explain_command(
 ) -> None:
     """Show what every other layout of a parameter would cost, with all other layouts planned again."""
     with reported(as_json):
+        check_model(model)
         from api.requests.plan_request import explanation
 
         with watched() as progress:
@@ -215,6 +264,7 @@ def calibrate_command(
 
 
 add_tradeoff_commands(app)
+add_catalogue_commands(app)
 add_service_commands(app)
 
 

@@ -34,6 +34,24 @@ NoCache = Annotated[
     bool, typer.Option("--no-cache", help="Plan again, even if the same was planned before.", rich_help_panel=OUTPUT)
 ]
 
+Details = Annotated[
+    bool,
+    typer.Option(
+        "--details",
+        "-v",
+        help="Print collectives, other meshes, timings and all notes as well.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Tokens = Annotated[
+    float | None,
+    typer.Option(help="Tokens of a whole run, such as 1e12: its days are printed.", rich_help_panel=OUTPUT),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(help="Of a device for an hour, in any currency, with --tokens.", rich_help_panel=OUTPUT),
+]
+
 Command = Callable[..., None]
 
 

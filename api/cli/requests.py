@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from api.cli.terminal import terminal, watched
+from api.cli.terminal import watched
 
 if TYPE_CHECKING:
+    from api.requests.price_configuration import PricedConfiguration
     from api.requests.schemas import PlanRequest
     from planner.plan.sharding_plan import ShardingPlan
 
@@ -25,6 +26,7 @@ def request_of(**options: Any) -> PlanRequest:
     from pydantic import ValidationError
 
     from api.requests.schemas import PlanRequest
+    from cost_model.hardware.reading import close_matches
     from planner.errors import JobError
     from planner.plan.job_spec import PLANNERS, spec_fields
 
@@ -35,7 +37,9 @@ def request_of(**options: Any) -> PlanRequest:
         field = str(first["loc"][0])
         value = options.get(field)
         if field == "planner":
-            advice = f"Choose one of {', '.join(PLANNERS)}, random:SEED."
+            near = close_matches(str(value), PLANNERS)
+            hint = f"Did you mean {' or '.join(near)}? " if near else ""
+            advice = f"{hint}Choose one of {', '.join(PLANNERS)}, random:SEED."
             raise JobError(f"there is no planner {value!r}.", what_to_do=advice, field=field) from error
         flag = next((item.flag for item in spec_fields() if item.name == field), f"--{field}")
         detail = f"{flag} is {value!r}: {first['msg']}."
@@ -51,10 +55,11 @@ def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None
             that reached the limit is not cached.
         jobs: search tasks that run concurrently.
     """
-    from api.cli.plan_cache import PlanCache
     from api.requests.plan_request import check_request, fingerprint, plan_request
 
     check_request(request, allow_local=True)
+    from api.cli.plan_cache import PlanCache
+
     key = fingerprint(request, allow_local=True) if use_cache else None
     cache = PlanCache.of_user()
     cached_plan = cache.get(key) if key is not None else None
@@ -108,28 +113,28 @@ def names_degrees(mesh: str | None) -> bool:
 
 
 def price_degrees(
-    model: str, options: dict[str, Any], *, sp: bool, virtual_stages: int, schedule: str, as_json: bool
-) -> None:
-    """Print the price of a parallel configuration, given by its degrees."""
+    model: str, options: dict[str, Any], *, sp: bool, virtual_stages: int, schedule: str
+) -> PricedConfiguration:
+    """Return the price of a parallel configuration, given by its degrees."""
     from api.requests.price_configuration import price_configuration
     from planner.errors import JobError
 
     for needed in ("cluster", "mesh"):
         if needed not in options:
             raise JobError(f"--{needed} is missing.", what_to_do="A configuration needs --cluster and --mesh.")
-    priced = price_configuration(
-        model, sequence_parallel=sp, virtual_stages=virtual_stages, schedule=schedule, **options
-    )
-    if as_json:
-        typer.echo(json.dumps(priced.to_dict(), indent=2))
-        return
-    from api.render.configuration import show_configuration
+    return price_configuration(model, sequence_parallel=sp, virtual_stages=virtual_stages, schedule=schedule, **options)
 
-    show_configuration(priced, terminal())
+
+def check_model(model: str) -> None:
+    """Raise a `ModelError` where ``model`` names nothing, before torch is imported."""
+    from api.requests.model_configs import find_config
+
+    find_config(model, allow_local=True)
 
 
 def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
     """Return the plan in ``file`` with a new estimate on ``cluster``; None: on the cluster that the plan names."""
+    check_model(model)
     from api.requests.model_registry import load_for_plan, quiet_libraries
     from cost_model.hardware.cluster import ClusterSpec
     from planner import estimate_plan
@@ -146,4 +151,4 @@ def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
             priced: ShardingPlan = estimate_plan(
                 source.module, plan, example_inputs=source.example_inputs, cluster=where
             )
-    return priced
+    return dataclasses.replace(priced, model=priced.model or model)

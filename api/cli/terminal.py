@@ -3,26 +3,70 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from api.requests.price_configuration import PricedConfiguration
     from planner.plan.sharding_plan import ShardingPlan
-    from planner.progress import Progress, ProgressEvent
+    from planner.progress import Progress, ProgressEvent, SearchState
+
+REPORT_EVERY_S = 10.0
+"""Seconds between two lines of progress where standard error is no terminal."""
 
 
-def print_plan(plan: ShardingPlan, *, as_json: bool) -> None:
-    """Print a plan, for a person or as JSON."""
+def print_plan(
+    plan: ShardingPlan,
+    *,
+    as_json: bool,
+    details: bool = False,
+    tokens: float | None = None,
+    price: float | None = None,
+    file: Path | None = None,
+) -> None:
+    """Print a plan, for a person or as JSON.
+
+    Args:
+        plan: the plan.
+        as_json: whether to print its JSON, and nothing else.
+        details: whether to print collectives, other meshes, timings and all notes as well.
+        tokens, price: a training run whose days and price are printed; see `RunCost`.
+        file: the plan's file; None: it is not saved.
+    """
     if as_json:
         typer.echo(plan.to_json(), nl=False)
         return
     from api.render.plan import show_plan
+    from api.requests.run_cost import RunCost
 
-    show_plan(plan, terminal())
+    name = None if file is None else str(file)
+    show_plan(plan, terminal(), details=details, cost=RunCost.of(tokens, price), file=name)
+
+
+def print_configuration(
+    priced: PricedConfiguration, *, as_json: bool, tokens: float | None = None, price: float | None = None
+) -> None:
+    """Print the price of a configuration, for a person or as JSON; ``tokens``, ``price``: as for `print_plan`."""
+    if as_json:
+        typer.echo(json.dumps(priced.to_dict(), indent=2))
+        return
+    from api.render.configuration import show_configuration
+    from api.requests.run_cost import RunCost
+
+    show_configuration(priced, terminal(), RunCost.of(tokens, price))
+
+
+def check_run_cost(tokens: float | None, price: float | None) -> None:
+    """Raise a `JobError` where ``--tokens`` and ``--price`` describe no run, before any work is done."""
+    from api.requests.run_cost import RunCost
+
+    RunCost.of(tokens, price)
 
 
 def terminal() -> Any:
@@ -35,18 +79,60 @@ def terminal() -> Any:
 
 
 @contextmanager
-def watched() -> Iterator[Progress]:
-    """Yield a progress callback that shows each event on standard error, if standard error is a terminal."""
+def watched(every_s: float = REPORT_EVERY_S) -> Iterator[Progress]:
+    """Yield a progress callback that shows planning on standard error.
+
+    On a terminal it shows each event. Elsewhere it prints a line every ``every_s`` seconds, and nothing before.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
-    with console.status("") if console.is_terminal else nullcontext() as status:
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda event: status.update(f"{event} ...")
+        return
+    lines = ProgressLines()
+    stopped = threading.Event()
 
-        def show(event: ProgressEvent) -> None:
-            if status is not None:
-                status.update(f"{event} ...")
+    def report() -> None:
+        while not stopped.wait(every_s):
+            typer.echo(lines.line(), err=True)
 
-        yield show
+    reporter = threading.Thread(target=report, name="progress", daemon=True)
+    reporter.start()
+    try:
+        yield lines.take
+    finally:
+        stopped.set()
+        reporter.join()
+
+
+class ProgressLines:
+    """The state of planning as one line: elapsed time, what runs, incumbent and bound."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = clock()
+        self._action = "starting"
+        self._state: SearchState | None = None
+
+    def take(self, event: ProgressEvent) -> None:
+        """Take an event as the current state."""
+        subject = getattr(event, "subject", None)
+        inner = getattr(event, "event", event)
+        action = getattr(inner, "action", None) or str(inner)
+        self._action = action if subject is None else f"{subject}: {action}"
+        self._state = getattr(inner, "state", self._state)
+
+    def line(self) -> str:
+        """Return the current state as text."""
+        state = self._state
+        best_s, bound_s = (None, None) if state is None else (state.step_time_s, state.bound_s)
+        parts = [f"{self._clock() - self._begin:.0f} s", self._action]
+        parts += [] if best_s is None else [f"best {best_s:.3g} s"]
+        parts += [] if bound_s is None else [f"none below {bound_s:.3g} s"]
+        parts += [] if state is None or state.gap is None else [f"gap {state.gap:.1%}"]
+        return f"({'; '.join(parts)})"
 
 
 def check_writable(output: Path) -> None:

@@ -75,20 +75,24 @@ def sweep_command(
         typer.Option(help="What makes a number of devices the best: cost is device time per step."),
     ] = "cost",
     within: Within = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Numbers of devices, such as 3,6,12. Default: 1, 2, 4, ...")
+    ] = None,
     price: Annotated[float | None, typer.Option(help="Of a device for an hour, in any currency.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Plan MODEL on 1, 2, 4, ... devices of a cluster, the largest, and say which number is best.
+    """Plan MODEL on 1, 2, 4, ... (or other) numbers of devices of a cluster, the largest, and say which is best.
 
     --time-limit is for the search of each plan.
     """
     time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
+        counts = None if devices is None else _counts(devices)
         request = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import sweep_rows
 
-        rows = sweep_rows(request, objective, within_s=within, price=price, time_limit_s=time_limit_s)
+        rows = sweep_rows(request, objective, within_s=within, price=price, time_limit_s=time_limit_s, counts=counts)
         _show(rows, output, as_json=as_json)
 
 
@@ -112,6 +116,20 @@ def batches_command(
 
         rows = batch_rows(request, options["mesh"], most=most, within_s=within, time_limit_s=time_limit_s)
         _show(rows, output, as_json=as_json)
+
+
+def _counts(text: str) -> list[int]:
+    """Return the numbers in ``text``, such as "3,6,12".
+
+    Raises:
+        JobError: ``text`` is no list of whole numbers above 0.
+    """
+    from planner.errors import JobError
+
+    counts = [item.strip() for item in text.split(",")]
+    if not all(item.isascii() and item.isdigit() and int(item) > 0 for item in counts):
+        raise JobError(f"--devices is {text!r}.", what_to_do="Give whole numbers, such as 3,6,12.", field="devices")
+    return [int(item) for item in counts]
 
 
 def _opened(progress: Progress, output: Path | None, **options: Any) -> OpenedRequest:

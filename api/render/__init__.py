@@ -6,4 +6,5 @@ why a layout               explanation.show_explanation
 many plans                 tradeoffs.show_tradeoffs
 a configuration's price    configuration.show_configuration
 a plan's techniques        techniques.technique_lines
+numbers, tables, bars      text
 """

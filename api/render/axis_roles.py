@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,6 +40,13 @@ class AxisSentence:
 def axis_sentences(plan: ShardingPlan) -> tuple[AxisSentence, ...]:
     """Return what each axis of the plan's mesh does, in a sentence each, outermost first."""
     return tuple(AxisSentence(axis=use.axis, size=use.size, sentence=_sentence(plan, use)) for use in axis_uses(plan))
+
+
+def useful_devices(plan: ShardingPlan) -> int:
+    """Return the number of devices that would do a step's work as fast: those of axes that split work."""
+    if not plan.input_plan and not plan.output_plan:
+        return plan.mesh.size  # a hand-written plan may leave open what is split between modules
+    return math.prod(1 if use.repeats_work else use.size for use in axis_uses(plan))
 
 
 def _sentence(plan: ShardingPlan, use: AxisUse) -> str:

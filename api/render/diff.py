@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from api.render.plan import duration, new_table, size
 from api.render.plan_diff import Change, PlanDiff
+from api.render.text import duration, new_table, size
 
 _LAYOUTS_SHOWN = 40
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from api.render.plan import duration, new_table, size
+from api.render.text import duration, new_table, size
 from planner.explanation import Alternative, Aspect, Explanation, difference
 
 _ASPECTS: dict[Aspect, str] = {"stored": "Stored as", "computed": "Computed as"}

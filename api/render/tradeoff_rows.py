@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,7 @@ def sweep_rows(
     within_s: float | None,
     price: float | None,
     time_limit_s: float | None,
+    counts: Sequence[int] | None = None,
 ) -> list[TradeoffRow]:
     """Return a row for each number of devices, with its fastest plan; the best row is the best by ``objective``.
 
@@ -154,9 +156,10 @@ def sweep_rows(
         within_s: most seconds of the best plan's step; None: no limit.
         price: price of a device for an hour; None: no prices.
         time_limit_s: seconds for each search; None: no limit.
+        counts: numbers of devices; None: 1, 2, 4, ... and the whole cluster.
 
     Raises:
-        JobError: ``within_s`` or ``price`` is not above 0.
+        JobError: a number of devices is none of the cluster, or ``within_s`` or ``price`` is not above 0.
     """
     _check_limits(within=within_s, price=price)
     sizes = sweep(
@@ -165,6 +168,7 @@ def sweep_rows(
         example_inputs=request.example_inputs,
         tp_plan=request.tp_plan,
         progress=request.progress,
+        counts=counts,
     )
     best = best_size(sizes, objective, within_s=within_s)
     return [

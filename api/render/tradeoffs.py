@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from api.render.plan import duration, new_table, size
+from api.render.text import duration, new_table, size
 from api.render.tradeoff_rows import TradeoffRow
 from planner.plan.sharding_plan import ShardingPlan
 from planner.tradeoffs import peak_bytes, step_time_s

@@ -5,4 +5,5 @@ schemas of requests and responses      schemas.PlanRequest
 models by name, file or factory        model_registry, model_configs, factories
 errors, exit codes, problem details    errors
 a configuration, priced                price_configuration
+a training run, in days and price      run_cost.RunCost
 """

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from cost_model.hardware.cluster import ClusterError
-from cost_model.layouts.layout import LayoutError
+from cost_model.layouts.errors import LayoutError
 from planner.errors import PlannerError
 
 UserError = (PlannerError, ClusterError, LayoutError)

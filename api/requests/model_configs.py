@@ -71,12 +71,27 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
         config_of_name = find_config(name, allow_local=allow_local)
         return config_of_name and dataclasses.replace(config_of_name, fused_projections=True)
     if allow_local and spec.lower() not in preset_names():
+        _refuse_python_file(spec)
         # A name that exists or ends in .json is a path. Any other is a misspelt preset, which read_preset reports best.
         if Path(spec).exists() or spec.endswith(".json"):
             return read_config(Path(spec))
         if _FACTORY.match(spec):
             return None
     return read_preset(spec)
+
+
+def _refuse_python_file(spec: str) -> None:
+    """Raise a `ModelError` where ``spec`` is a Python file, or a module without the name of a factory in it."""
+    path, colon, factory = spec.partition(":")
+    is_file = path.endswith(".py")
+    is_module = not colon and not path.endswith(".json") and Path(f"{path.replace('.', '/')}.py").is_file()
+    if is_file or (is_module and not Path(spec).exists()):
+        module = path.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ModelError(
+            f"{spec} is Python code, and a model is named as module:factory.",
+            what_to_do=f"Write {module}:{factory or 'factory'}, where {factory or 'factory'} is a function or class in "
+            "it that returns the nn.Module.",
+        )
 
 
 def without_suffix(spec: str) -> str:
@@ -177,3 +192,22 @@ def _data_only(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         data[key] = _data_only(value) if isinstance(value, Mapping) else value
     return data
+
+
+def preset_summary(name: str) -> dict[str, Any]:
+    """Return name, model_type, parameters, layers, hidden size and context (None: images) of a preset."""
+    values = json.loads(_PRESETS.joinpath(f"{name}.json").read_text(encoding="utf-8"))
+
+    def first(*keys: str) -> int | None:
+        return next((int(values[key]) for key in keys if isinstance(values.get(key), int)), None)
+
+    layers = first("num_hidden_layers", "n_layer", "num_layers") or 0
+    decoder_layers = (first("num_decoder_layers") or layers) if values.get("is_encoder_decoder") else 0
+    return {
+        "name": name,
+        "model_type": values["model_type"],
+        "parameters": values["_parameters"],
+        "layers": layers + decoder_layers,
+        "hidden": first("hidden_size", "n_embd", "d_model"),
+        "context": first("max_position_embeddings", "n_positions"),
+    }

@@ -85,6 +85,7 @@ class OpenedRequest:
         tp_plan: the model's Hugging Face `tp_plan`, for the planner "tensor-parallel"; None where it has none.
         progress: called with each event of planning.
         notes: for the user, on how the request was read.
+        name: the user's name for the model; None: the request gives the model itself.
     """
 
     model: nn.Module | TracedModule
@@ -94,6 +95,7 @@ class OpenedRequest:
     tp_plan: Mapping[str, str] | None = None
     progress: Progress | None = None
     notes: tuple[str, ...] = ()
+    name: str | None = None
 
     def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
         """Return the planning session of the request.
@@ -113,8 +115,8 @@ class OpenedRequest:
         )
 
     def noted(self, plan: ShardingPlan) -> ShardingPlan:
-        """Return ``plan`` with the request's notes before its own."""
-        return dataclasses.replace(plan, notes=(*self.notes, *plan.notes))
+        """Return ``plan`` with the model's name, and with the request's notes before its own."""
+        return dataclasses.replace(plan, model=self.name, notes=(*self.notes, *plan.notes))
 
 
 def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> OpenedRequest:
@@ -149,6 +151,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         tp_plan=source.tp_plan,
         progress=progress,
         notes=tuple(source.notes),
+        name=source.name if isinstance(request.model_spec, str) else None,
     )
 
 
@@ -199,23 +202,26 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     """Check all that can be checked in milliseconds, so that most mistakes are reported before a job is queued.
 
+    Mistakes in the cluster, the model and the job are found before torch is imported.
+
     Raises:
         PlannerError, ClusterError, LayoutError: as ``plan_request`` would.
     """
-    from cost_model.layouts.layout import MeshSpec
-    from planner.plan.checks import check_mesh
     from planner.plan.job import job_of
     from planner.plan.techniques import check_techniques
 
     spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
-    if request.graph is not None:
-        check_graph(request, request.graph)
-    else:
+    if request.graph is None:
         find_config(request.model_spec, allow_local=allow_local)
-    if spec.mesh is not None:
-        check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
     check_techniques(spec.techniques, executable_only=spec.executable_only, device=cluster.device, dtype=spec.dtype)
     job_of(spec, batch=spec.batch, flash_attention=None)
+    if request.graph is not None:
+        check_graph(request, request.graph)
+    if spec.mesh is not None:
+        from cost_model.layouts.layout import MeshSpec
+        from planner.plan.checks import check_mesh
+
+        check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
 
 
 def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:

@@ -14,12 +14,24 @@ from typing import Self
 import yaml
 
 from cost_model.hardware.devices import DeviceSpec, LinkSpec, device_names, find_device, read_device, read_link
-from cost_model.hardware.reading import ClusterError, as_integer, as_mapping, as_number, check_keys, require_positive
+from cost_model.hardware.reading import (
+    ClusterError,
+    as_integer,
+    as_mapping,
+    as_number,
+    check_keys,
+    close_matches,
+    require_positive,
+)
 from cost_model.hardware.sweep import Sweep, read_sweep, read_sweep_file
 
 __all__ = ["ClusterError", "ClusterSpec", "DeviceSpec", "LinkSpec", "device_names", "find_device"]
 
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9.\-]*)", re.IGNORECASE)
+_BETWEEN = r"\s*(?:[x*,:/-]|\s)\s*"
+_LOOSE = re.compile(rf"(\d+)(?:{_BETWEEN}(\d+))?(?:{_BETWEEN})?([a-z].*)", re.IGNORECASE)
+_DEVICE_FIRST = re.compile(r"([a-z].*?)\s*[x*:]\s*(\d+)", re.IGNORECASE)
+"""Counts and a device in any order and with any sign between them, for a hint."""
 CLUSTER_KEYS = (
     "nodes",
     "devices_per_node",
@@ -114,7 +126,10 @@ class ClusterSpec:
             return cls._from_file(Path(text))
         match = _SHORT.fullmatch(text)
         if match is None:
-            hint = "" if text.lower() not in device_names() else f"; {text} is a device: write how many, as in 8x{text}"
+            meant = _meant(text)
+            hint = f" (did you mean {meant}?)" if meant else ""
+            if text.lower() in device_names():
+                hint = f"; {text} is a device: write how many, as in 8x{text}"
             raise ClusterError(
                 f"cannot read cluster {text!r}{hint}; {_FORMS}. Known devices: {', '.join(device_names())}"
             )
@@ -215,6 +230,19 @@ class ClusterSpec:
         if self.sweeps:
             data["sweeps"] = [sweep.to_dict() for sweep in self.sweeps]
         return data
+
+
+def _meant(text: str) -> str | None:
+    """Return the cluster that a misspelt ``text`` may mean, such as 4x8xh100-sxm-80gb for "4*8 H100"; None: no idea."""
+    counts_first, device_first = _LOOSE.fullmatch(text), _DEVICE_FIRST.fullmatch(text)
+    if counts_first is not None:
+        counts, name = [count for count in counts_first.groups()[:2] if count], counts_first[3]
+    elif device_first is not None:
+        counts, name = [device_first[2]], device_first[1]
+    else:
+        return None
+    near = close_matches(name.lower().replace("_", "-").replace(" ", "-"), device_names())
+    return "x".join([*counts, near[0]]) if near else None
 
 
 def _read_reserved(value: object, nodes: object, memory_bytes: int) -> tuple[float, ...]:

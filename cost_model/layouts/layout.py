@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from cost_model.layouts.errors import LayoutError as LayoutError
+
 Layout = tuple[Placement, ...]
 """One placement per mesh axis, outermost axis first."""
 
 _PLACEMENT = re.compile(r"^(?:(R)|S\(([0-9]{1,9})\)|P\((sum|avg)\)|SS\(([0-9]{1,9}),([0-9]{1,9})\))$")
 _SIZE = re.compile(r"[0-9]{1,300}")  # str.isdigit accepts "²", and int() rejects text of thousands of digits
-
-
-class LayoutError(ValueError):
-    """A mesh or a layout that is not possible; the message names the input and the accepted forms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

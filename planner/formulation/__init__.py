@@ -3,6 +3,8 @@
 the problem of one run                            formulate.Formulator
 its solution, as strategies and stored layouts    decision.Decision
 the cost of a decision, item by item              estimate.estimate
+FLOPs of the model in a step                      model_flops.model_flops
+the host's time to dispatch a step                host_time.host_s
 FSDP groups in the problem                        fsdp_variables
 restrictions of choices                           choice_filters
 ties between equal costs                          tie_break.break_ties

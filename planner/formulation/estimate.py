@@ -13,6 +13,8 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import MeshSpec
 from planner.formulation.decision import Decision
 from planner.formulation.formulate import Formulator, saves_producer_layout
+from planner.formulation.host_time import host_s
+from planner.formulation.model_flops import model_flops
 from planner.graph.op_graph import Value
 from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Kind
 from planner.ilp.step_cost import Totals, exposed_once_s, live_bytes, peak_bytes, phase_time_s, step_time_s
@@ -123,6 +125,8 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
         compute_s=compute,
         communication_s=sum(row.time_s for row in collectives),
         exposed_communication_s=max(step - compute - optimizer, 0.0),
+        model_flops=model_flops(structure, formulator.pricer.run),
+        host_s=host_s(structure, formulator.pricer.run, collectives),
         peak_memory_bytes=round(peak_bytes(total)),
         memory=memory_roles(total),
         collectives=collectives,

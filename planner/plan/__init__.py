@@ -7,5 +7,6 @@ techniques, and what each gives      techniques.Technique, .TechniqueGain
 what a step costs                    estimate.Estimate
 layouts at module boundaries         ports.Port
 its file and its JSON Schema         file, document
+the error stated for such prices     stated_errors.stated_error
 the interface of every planner       planner_interface.ShardingPlanner
 """

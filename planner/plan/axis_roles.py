@@ -92,6 +92,12 @@ class AxisUse:
     splits_sequence: bool = False
     swaps_heads: bool = False
 
+    @property
+    def repeats_work(self) -> bool:
+        """Whether all ranks compute the same: the axis splits no batch, no sequence and no weight in compute."""
+        computes_alike = self.role == "repeat" or (self.role == "fsdp" and not self.weights.pieces)
+        return computes_alike and not self.splits_batch and not self.splits_sequence
+
 
 def axis_uses(plan: ShardingPlan) -> tuple[AxisUse, ...]:
     """Return what the plan does on each axis of its mesh, outermost first."""

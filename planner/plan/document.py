@@ -126,6 +126,8 @@ class PlanDocument(_Document):
     """Result of running the plan on fake processes; null: it was not written by the planner."""
     techniques: list[TechniqueGain] = []
     """The techniques that the plan uses, and the seconds of a step that each saves; null: not measured."""
+    model: str | None = None
+    """Name of the model, for people; null: not known."""
     job: Job = Job()
     cluster: dict[str, Any] = {}
     """ClusterSpec.to_dict()."""

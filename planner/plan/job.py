@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from cost_model.hardware.reading import close_matches
 from cost_model.kernels.optimizer_memory import OPTIMIZERS
 from planner.errors import JobError
 from planner.plan.job_spec import JobPhase, JobSpec
@@ -140,7 +141,9 @@ class Job:
             raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.08.", field="headroom")
         self._check_micro_batches()
         if self.optimizer not in OPTIMIZERS:
-            advice = f"Choose one of {', '.join(OPTIMIZERS)}."
+            near = close_matches(self.optimizer.lower(), OPTIMIZERS)
+            hint = f"Did you mean {' or '.join(near)}? " if near else ""
+            advice = f"{hint}Choose one of {', '.join(OPTIMIZERS)}."
             raise JobError(f"there is no optimizer {self.optimizer!r}.", what_to_do=advice, field="optimizer")
 
     def cap_bytes(self, capacity_bytes: int) -> int:

@@ -119,6 +119,7 @@ class ShardingPlan:
         baselines: prices of the plans that people write by hand, for the same job; empty where none was priced.
         verification: the result of running the plan on fake processes; None: the planner did not write the plan.
         techniques: the techniques that the plan uses, and what each gives.
+        model: name of the model, for people: a preset, a file, a factory; None: not known.
         job: the job that the estimate is for.
         cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
@@ -146,6 +147,7 @@ class ShardingPlan:
     baselines: tuple[BaselinePrice, ...] = ()
     verification: Verification | None = None
     techniques: tuple[TechniqueGain, ...] = ()
+    model: str | None = None
     job: Job = field(default_factory=Job)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -285,6 +287,7 @@ class ShardingPlan:
             "baselines": [_json_values(price) for price in self.baselines],
             "verification": None if self.verification is None else _json_values(self.verification),
             "techniques": [_json_values(technique) for technique in self.techniques],
+            "model": self.model,
             "job": _json_values(self.job),
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),

@@ -119,7 +119,15 @@ def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
         optimizer_s=optimizer_s,
         compute_s=share * own.compute_s,
         exposed_communication_s=max(busy_s - share * own.compute_s - optimizer_s, 0.0),
+        model_flops=_known_sum([stage.estimate.model_flops for stage in stages]),
+        host_s=max((stage.estimate.host_s for stage in stages if stage.estimate.host_s is not None), default=None),
         peak_memory_bytes=fullest.peak_memory_bytes,
         memory=fullest.memory,
     )
     return estimate, pipeline_plan.step_time_s - busy_s
+
+
+def _known_sum(values: Sequence[float | None]) -> float | None:
+    """Return the sum of ``values``; None where one of them is None."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

@@ -17,7 +17,7 @@ from planner.plan.estimate import MeshReport
 from planner.plan.sharding_plan import ShardingPlan
 from planner.search.mesh_space import mesh_of_shape
 from planner.session import PlanningSession
-from planner.tradeoffs import alternatives, best_size, pareto_front, parts_of, peak_bytes, step_time_s, sweep
+from planner.tradeoffs import alternatives, best_size, pareto_front, part_of, parts_of, peak_bytes, step_time_s, sweep
 
 JOB: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "ac": "none", "tolerance": 0.0}
 FAMILIES = ("mlp", pytest.param("gpt2", marks=pytest.mark.slow))
@@ -252,3 +252,17 @@ def test_what_was_found_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     (one, two) = sweep(module, example_inputs=inputs, cluster="1x2xtoy", dtype="fp32", ac="none")
     assert (one.plan, one.in_time, two.in_time) == (None, False, False)
     assert best_size([one, two], "cost") is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "count", "part"),
+    [("1x8xtoy", 3, "1x3xtoy"), ("2x8xtoy", 12, "2x6xtoy"), ("4x8xtoy", 24, "3x8xtoy"), ("2x8xtoy", 16, "2x8xtoy")],
+)
+def test_a_number_of_devices_fills_as_few_nodes_evenly(cluster: str, count: int, part: str) -> None:
+    assert part_of(ClusterSpec.parse(cluster), count).name == part
+
+
+@pytest.mark.parametrize(("count", "advice"), [(17, "from 1 to 16"), (9, "such as 8"), (0, "from 1 to 16")])
+def test_a_number_of_devices_that_the_cluster_does_not_have_is_refused(count: int, advice: str) -> None:
+    with pytest.raises(JobError, match=advice):
+        part_of(ClusterSpec.parse("2x8xtoy"), count)

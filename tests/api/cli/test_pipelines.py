@@ -61,7 +61,7 @@ def test_the_command_line_has_both_switches(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_show_names_the_stages(plan_file: Path) -> None:
-    shown = run("show", str(plan_file)).output
+    shown = run("show", str(plan_file), "--details").output
     assert "2 stages, 1f1b" in shown
     assert "model.embed_tokens, model.layers.0" in shown
     assert "pipeline bubble" in shown

@@ -90,9 +90,16 @@ def test_sizes(tmp_path: Path) -> None:
     assert "None of these" in none.stdout
 
 
+def test_numbers_of_devices_on_demand(tmp_path: Path) -> None:
+    rows = rows_of(run(tmp_path, "sweep", "--cluster", "2x2xtoy", "--devices", "1,2", "--micro-batches", "1", "--json"))
+    assert [row["cluster"] for row in rows] == ["1x1xtoy", "1x2xtoy"]
+
+
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
+        ("sweep", ["--cluster", "1x2xtoy", "--devices", "1,x"], "--devices is '1,x'"),
+        ("sweep", ["--cluster", "1x2xtoy", "--devices", "3"], "from 1 to 2"),
         ("sweep", ["--cluster", "1x2xtoy", "--within", "0"], "--within is 0.0"),
         ("sweep", ["--cluster", "1x2xtoy", "--price", "-1"], "--price is -1.0"),
         ("pareto", ["--cluster", "1x2xtoy", "-o", "/no/such/folder"], "--output /no/such/folder"),
@@ -134,7 +141,7 @@ def test_a_decoding_plan_says_what_it_is_for(tmp_path: Path) -> None:
     options = ["--cluster", "1x2xtoy", "--phase", "decode", "--batch", "4", "--seq", "16", "--mesh", "dp=2"]
     shown = CliRunner().invoke(app, ["plan", str(config), *options, "--no-cache"])
     assert shown.exit_code == 0, shown.output
-    for said in ("16 tokens in the cache, decode", "KV cache", "tokens/s"):
+    for said in ("4 sequences with 16 tokens in the cache", "KV cache", "tokens/s"):
         assert said in shown.stdout
     assert "backward" not in shown.stdout
     refused = CliRunner().invoke(app, ["plan", str(config), *options, "--micro-batches", "2", "--no-cache"])

@@ -51,7 +51,10 @@ def test_plan_s_options_are_the_fields() -> None:
         assert option.help == item.option.help
         if not item.required and item.default != ():
             assert option.default == item.default
-    assert options.keys() - FIELDS.keys() == {"model", "output", "as_json", "no_cache"}
+    assert options.keys() - FIELDS.keys() == {
+        *("model", "output", "as_json", "no_cache"),
+        *("details", "tokens", "price"),
+    }
 
 
 def test_the_request_s_fields_are_the_fields_that_a_client_may_ask_for() -> None:
