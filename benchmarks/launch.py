@@ -213,7 +213,7 @@ def markdown(outcomes: Sequence[Launched]) -> str:
     lines = [
         "# launch.py",
         "",
-        "`cd benchmarks && python launch.py --json launch.json --markdown results/launch.md`: the plan of 15 usual "
+        "`cd benchmarks && python launch.py --json launch.json --markdown results/launch.md`: the plan of usual "
         "jobs, and below each the baselines. Micro-batches and checkpointing are those of the plan. The last column is "
         "how far the plan is from the best contender (the fastest plan and the baselines) with communication 1.3 times "
         "as slow, with a fifth of what overlaps exposed, and with kernels 10 % slower.",
