@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
+from planner import fuse_projections
 from planner.errors import PlannerError
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -98,6 +99,8 @@ def train(plan: ShardingPlan, mesh: DeviceMesh, device: torch.device, arguments:
     # Every rank has other values to begin with: rank 0's are the ones that count.
     torch.manual_seed(rank)
     model = LlamaForCausalLM(config).train().to(device)
+    if plan.job.fused_projections:
+        fuse_projections(model)  # shard_module would do it; the unsharded model is to have the same parameters
     reference = copy.deepcopy(model) if rank == 0 else None
     shard_module(model, mesh, plan)
 

@@ -11,8 +11,10 @@ from support.gloo import run_on_gloo
 from support.unsharded import differences
 from torch import nn
 
+from executor import local_batch, shard_module
+from executor.resolve.mesh import device_mesh_for
 from executor.verify import verify
-from planner import PlanningSession, fuse_projections
+from planner import PlanningSession, build_plan, fuse_projections, unfuse_state_dict
 from planner.plan.sharding_plan import ShardingPlan
 
 SIZES = {
@@ -26,10 +28,14 @@ SIZES = {
 }
 
 
-def make_fused() -> nn.Module:
+def make_plain() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SIZES)  # its q, k and v projections have biases
-    return fuse_projections(transformers.AutoModelForCausalLM.from_config(config).train())
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def make_fused() -> nn.Module:
+    return fuse_projections(make_plain())
 
 
 def make_batch() -> dict[str, Any]:
@@ -86,3 +92,28 @@ def test_plans_run_as_planned(plans: dict[str, ShardingPlan]) -> None:
     for name, plan in plans.items():
         report = verify(make_fused(), plan, make_batch())
         assert report.equal, (name, report)
+
+
+def largest_difference(rank: int, document: dict[str, Any]) -> float:
+    """Return the largest difference of loss and gradients, under their old names, from the unsharded plain model's."""
+    plan = ShardingPlan.from_dict(document)
+    mesh = device_mesh_for(plan)
+    reference, model = make_plain(), make_plain()
+    shard_module(model, mesh, plan)
+    expected, loss = reference(**make_batch()).loss, model(**local_batch(make_batch(), mesh, plan)).loss
+    expected.backward()
+    loss.backward()
+    fused = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    gradients = unfuse_state_dict(model, fused)
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    largest = max((gradients[name] - wanted[name]).abs().max().item() for name in wanted)
+    return max(largest, abs(loss.full_tensor().item() - expected.item()))
+
+
+def test_a_plan_with_the_technique_is_made_for_and_run_on_the_plain_model() -> None:
+    options: dict[str, Any] = {"example_inputs": make_batch(), "dtype": "fp32", "optimizer": "sgd"}
+    job = {"mesh": "dp=2,tp=2", "micro_batches": 1, "ac": "none", "techniques": ["fused-projections", "fused-ops"]}
+    plan = build_plan(make_plain(), cluster="1x4xtoy", **options, **job)
+    assert any("qkv_proj" in name for name in plan.plan)
+    assert max(run_on_gloo(largest_difference, 4, plan.to_dict())) < 1e-5
