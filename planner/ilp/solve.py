@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,17 +100,42 @@ def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
     return least is None or least > memory_bytes
 
 
-def least_memory(problem: Problem, mip_gap: float = 1e-4) -> tuple[tuple[int, ...], float] | None:
-    """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastPeak:
+    """An assignment with a small peak.
+
+    Attributes:
+        assignment: for each node, the index of its choice; None: the time limit came before any was found.
+        nbytes: peak of the assignment in bytes; infinite if there is none.
+        bound_bytes: lower bound in bytes on the peak of every assignment.
+    """
+
+    assignment: tuple[int, ...] | None
+    nbytes: float
+    bound_bytes: float
+
+
+def least_memory(problem: Problem, mip_gap: float = 1e-4, *, time_limit_s: float | None = None) -> LeastPeak | None:
+    """Return the assignment with the smallest peak; None where no assignment exists.
 
     Args:
+        problem: the problem.
         mip_gap: relative gap: an assignment whose peak is smaller by this fraction may be missed.
+        time_limit_s: seconds after which the incumbent is returned; None: no limit.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
     """
     program = build_program(problem, None)
     assert program.peak is not None
     program.linear.objective = program.peak
-    answer = reduced_cost_fixing.solve(program.linear, zero_one=program.zero_one(), mip_gap=mip_gap)
+    answer = reduced_cost_fixing.solve(
+        program.linear, zero_one=program.zero_one(), mip_gap=mip_gap, time_limit_s=time_limit_s
+    )
+    bound_bytes = max(answer.bound, 0.0) / program.memory_scale
     if answer.values is None:
-        return None
+        limited = answer.status == "limit"
+        return LeastPeak(assignment=None, nbytes=math.inf, bound_bytes=bound_bytes) if limited else None
     assignment = _assignment(program, answer)
-    return assignment, peak_bytes(totals(problem, assignment))
+    nbytes = peak_bytes(totals(problem, assignment))
+    return LeastPeak(assignment=assignment, nbytes=nbytes, bound_bytes=min(bound_bytes, nbytes))
