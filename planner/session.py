@@ -36,12 +36,14 @@ from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
 from planner.run.model_analysis import ModelAnalysis
+from planner.run.no_layout import no_layout_error
 from planner.run.pins import Pins
 from planner.run.run_planner import RunPlanner
 from planner.run.run_results import Candidate
 from planner.run.stage_clock import Clock
 from planner.search.branch_and_bound import SearchResult, SearchSpec
-from planner.search.infeasibility import infeasibility_report, least_memory_run
+from planner.search.infeasibility import find_infeasible, infeasibility_report, least_memory_run
+from planner.search.least_memory import EXACT, LeastMemoryResult
 from planner.search.mesh_space import meshes_of, modes_of
 from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
 from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline
@@ -140,11 +142,11 @@ class PlanningSession:
         Raises:
             PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
-        plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
+        plan, known = self._plan_or_least_memory(planner, mesh, memory_bytes or self._memory_bytes)
         if plan is None and self._stages(mesh, planner) is not None:
             raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes)
         if plan is None:
-            raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes or self._memory_bytes)
+            raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes or self._memory_bytes, known)
         return plan
 
     def plan_if_any(
@@ -154,28 +156,53 @@ class PlanningSession:
 
         The infeasibility report, which takes time, is not computed.
         """
+        return self._plan_or_least_memory(planner, mesh, memory_bytes or self._memory_bytes)[0]
+
+    def _plan_or_least_memory(
+        self, planner: str, mesh: str | MeshSpec | None, memory_bytes: int
+    ) -> tuple[ShardingPlan | None, LeastMemoryResult | None]:
+        """Return the plan; or None, and what is known of the least memory, where no plan fits."""
         name, seed = baselines.parse_planner(planner)
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
-            memory_bytes = memory_bytes or self._memory_bytes
             if seed is not None:
                 candidate, report = self._random(meshes[-1], seed), SolverReport(name=planner, status="given")
             else:
                 restrict = self._restrict(name, self._pins(meshes))
                 constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict)
+                known = self._find_infeasible(meshes, name, constraints, mesh_is_given=mesh is not None, stages=stages)
+                if known is not None:
+                    return None, known
                 whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
                 if pipelined is not None and pipelined.plan is not None:
-                    return self._pipeline_plan(pipelined.plan, memory_bytes, solver_report(whole, pipelined, planner))
+                    report = solver_report(whole, pipelined, planner)
+                    return self._pipeline_plan(pipelined.plan, memory_bytes, report), None
                 if whole is None or whole.plan is None:
                     if pipelined is not None and not pipelined.complete:
                         raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
-                    return None
+                    return None, None
                 candidate, report = whole.plan, solver_report(whole, pipelined, planner)
             with self._clock.stage("write_s"):
                 notes = self._notes(candidate.run)
                 plan = write_plan(self._planner, self._module, candidate, memory_bytes, report, notes)
-            return dataclasses.replace(plan, timings=dict(self._clock.spent))
+            return dataclasses.replace(plan, timings=dict(self._clock.spent)), None
+
+    def _find_infeasible(
+        self,
+        meshes: Sequence[MeshSpec],
+        name: str,
+        constraints: SearchConstraints,
+        *,
+        mesh_is_given: bool,
+        stages: tuple[int, MeshSpec] | None,
+    ) -> LeastMemoryResult | None:
+        """Return what is known of the least memory where it is quickly proved that no plan fits; otherwise None."""
+        if stages is not None:
+            return None
+        has_pipelines = name == "ilp" and not mesh_is_given and self._no_pipeline_reason is None
+        counts, modes = self._counts_for(name), modes_of(self._analysis, self.job.ac)
+        return find_infeasible(self._planner, meshes, counts, modes, constraints, has_pipelines=has_pipelines)
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.
@@ -291,20 +318,23 @@ class PlanningSession:
 
         return restrict if name in baselines.NAMES else pins.on
 
-    def _infeasibility(self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int) -> PlannerError:
-        """Return the error for a planner without a plan: the least memory needed, or the pins that no layout keeps."""
+    def _infeasibility(
+        self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int, known: LeastMemoryResult | None
+    ) -> PlannerError:
+        """Return the error for a planner without a plan: the least memory, or what has no layout."""
         pins, counts, modes = self._pins(meshes), self._counts_for(name), modes_of(self._analysis, self.job.ac)
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._planner, meshes, counts, modes, constraints, lambda other: self._space(name, other)
+                self._planner, meshes, counts, modes, constraints, lambda other: self._space(name, other), known
             )
-        if report.least_bytes is None and pins:
-            return MeshError(
-                f"no layout on these meshes keeps the pins: {pins}.",
-                what_to_do="Choose another mesh, or pins that its axes divide and that the ops can run in.",
-            )
-        return report
+            if report is not None:
+                return report
+            baseline = None
+            if name in baselines.NAMES:
+                allowed = baselines.restriction_of(name, meshes[-1], self._tp_plan, self._analysis.graph)
+                baseline = name, allowed
+            return no_layout_error(self._planner, meshes, counts, pins, baseline)
 
     def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:
         """Return the least peak memory per device of any plan, in bytes; None where the meshes allow no layout."""
@@ -312,7 +342,8 @@ class PlanningSession:
         modes = modes_of(self._analysis, self.job.ac)
         with gc_pause.paused():
             restrict = self._restrict("ilp", self._pins(meshes))
-            least = least_memory_run(self._planner, meshes, self._counts, modes, restrict)
+            constraints = SearchConstraints(memory_bytes=self._memory_bytes, restrict=restrict)
+            least = least_memory_run(self._planner, meshes, self._counts, modes, constraints, gap=EXACT).least
         return None if least is None else math.ceil(least.nbytes)
 
     def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:

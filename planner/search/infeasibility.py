@@ -15,11 +15,17 @@ from planner.run.run_planner import RunPlanner
 from planner.search.least_memory import NEAR, LeastMemory, LeastMemoryResult, LeastMemorySearch, all_runs
 from planner.search.worker_context import SearchConstraints
 
-_LEAST_S = 4.0
-"""Seconds for the least memory. What is not proved by then is reported as a bound."""
+_ANSWER_S = 5.0
+"""Seconds that a refusal may take, from the start of tracing. What is not proved by then is reported as a bound."""
 
-_CLUSTER_S = 1.5
-"""Seconds for the search of a larger cluster."""
+_LEAST_S = 1.5
+"""Seconds for the least memory, if tracing and the search took most of `_ANSWER_S`."""
+
+_CHECK_S = 2.0
+"""Seconds for `find_infeasible`, which is in vain if a plan fits after all."""
+
+_TIGHT = 0.7
+"""If the least bound in closed form is above this fraction of the cap, it is worth a relaxation whether a plan fits."""
 
 _DOUBLINGS = 6
 """Times that the number of nodes is doubled at most, in search of a cluster that is large enough."""
@@ -54,18 +60,18 @@ def infeasibility_report(
         modes: checkpointing modes that were searched, the one that saves least last.
         constraints: the constraints that no plan meets.
         larger: returns the search space of a larger cluster.
-        known: the least memory, where it was searched before; None: it was not.
+        known: the least memory, as `find_infeasible` returns it; None: not known.
     """
-    started = time.perf_counter()
-    result = known or least_memory_run(
-        planner, meshes, counts, modes, constraints, gap=NEAR, deadline=started + _LEAST_S
-    )
+    deadline = answer_deadline(planner)
+    result = known if known is not None and known.least is not None else None
+    if result is None:
+        result = least_memory_run(planner, meshes, counts, modes, constraints, gap=NEAR, deadline=deadline)
     if result.least is None and math.isinf(result.bound_bytes):
         return None
-    # The search proved that no plan fits. So the bound is above the cap, whatever the least memory is.
+    # The search proved that no plan fits: the cap is a bound too.
     bound_bytes = max(math.floor(result.bound_bytes), constraints.memory_bytes)
     least = result.least
-    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, time.perf_counter() + _CLUSTER_S)
+    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, deadline)
     return InfeasibleError(
         budget_bytes=constraints.memory_bytes,
         least_bytes=None if least is None else math.ceil(least.nbytes),
@@ -74,6 +80,49 @@ def infeasibility_report(
         enough=enough.name,
         remedies=_remedies(planner, counts, modes, more_devices=enough.may_help and enough.name is None),
     )
+
+
+def find_infeasible(
+    planner: RunPlanner,
+    meshes: Sequence[MeshSpec],
+    counts: Sequence[int],
+    modes: Sequence[str],
+    constraints: SearchConstraints,
+    *,
+    has_pipelines: bool,
+) -> LeastMemoryResult | None:
+    """Return the least memory where it is quickly proved that no plan fits; None where a plan may fit.
+
+    The proof is a bound in closed form, or, where this is near the cap, a short search for the least memory. The result
+    is of that search; without one it is a bound alone. If the job may have pipeline stages (``has_pipelines``), only
+    the bound on parameters and optimizer states is a proof.
+    """
+    cap = constraints.memory_bytes
+    some_run = planner.run_of(meshes[0], counts[0], modes[-1])
+    static_bytes = planner.least_static_bytes(some_run)
+    if static_bytes > cap:
+        return LeastMemoryResult(least=None, bound_bytes=static_bytes)
+    if has_pipelines:
+        return None
+    # Runs of large micro-batches come first: the search needs their structures anyway.
+    runs = all_runs(planner, meshes[:1], counts, modes[::-1])
+    lowest_bytes = math.inf
+    for run in runs:
+        lowest_bytes = min(lowest_bytes, planner.least_memory_bytes(run))
+        if lowest_bytes <= cap * _TIGHT:
+            return None
+    if lowest_bytes > cap:
+        return LeastMemoryResult(least=None, bound_bytes=lowest_bytes)
+    search = LeastMemorySearch(
+        planner, constraints.restrict, gap=NEAR, deadline=time.perf_counter() + _CHECK_S
+    )
+    result = search.run(all_runs(planner, meshes, counts, modes), enough_bytes=cap)
+    return result if result.bound_bytes > cap else None
+
+
+def answer_deadline(planner: RunPlanner) -> float:
+    """Return the time of `time.perf_counter` by which a refusal should be answered."""
+    return time.perf_counter() + max(_ANSWER_S - sum(planner.clock.spent.values()), _LEAST_S)
 
 
 def least_memory_run(
