@@ -15,6 +15,10 @@ from planner.ilp.problem import Problem
 from planner.ilp.quantities import BACKWARD, STATIC, Charge
 
 
+RELAXATION_S = 20.0
+"""Seconds for one relaxation. Nearly all take 0.03 to 3 s. The simplex can take hours to prove that there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
     """Lower bounds on step time from a linear relaxation, in seconds.
@@ -41,7 +45,7 @@ class Relaxer:
         memory_bytes: float | None = None,
         *,
         static_bytes: float | None = None,
-        time_limit_s: float | None = None,
+        time_limit_s: float | None = RELAXATION_S,
         solver: str | None = None,
     ) -> None:
         """Build the program of ``problem``.
@@ -147,7 +151,7 @@ def relax(
     return relaxer.uncapped() if memory_bytes is None else relaxer.capped()
 
 
-def least_memory_bound(problem: Problem, *, time_limit_s: float | None = None) -> float | None:
+def least_memory_bound(problem: Problem, *, time_limit_s: float | None = RELAXATION_S) -> float | None:
     """Return a lower bound on the peak of every assignment, in bytes; None: no assignment exists.
 
     Raises:

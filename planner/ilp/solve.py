@@ -17,6 +17,10 @@ from planner.ilp.relaxation import least_memory_bound
 from planner.ilp.step_cost import peak_bytes, step_time_s
 
 
+_WHOLE_S = 60.0
+"""Seconds for a program whose relaxation has no answer: it may have no solution, and the solver may never prove it."""
+
+
 def solve(
     problem: Problem,
     *,
@@ -61,10 +65,11 @@ def solve(
             if node_limit is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
                 return None
             whole = reduced_cost_fixing.bounded(program.linear, cutoff)
-            answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
+            limit_s = _WHOLE_S if time_limit_s is None else min(time_limit_s, _WHOLE_S)
+            answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=limit_s, solver=solver)
         if answer.values is None and answer.status == "limit" and node_limit is None:
             raise SolverError(
-                f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
+                f"no assignment was found in {time_limit_s or _WHOLE_S} s.", what_to_do="Try again with a larger time limit."
             )
         if answer.values is None:
             return None
@@ -96,7 +101,10 @@ def _solution(program: Program, answer: Answer, assignment: tuple[int, ...], sta
 
 
 def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
-    least = least_memory_bound(problem)
+    try:
+        least = least_memory_bound(problem)
+    except SolverError:
+        return False
     return least is None or least > memory_bytes
 
 

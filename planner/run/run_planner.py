@@ -243,7 +243,10 @@ class RunPlanner:
             return None
         with self.clock.stage("solve_s"):
             relaxer = Relaxer(formulation.problem, memory_bytes)
-            uncapped = relaxer.uncapped()
+            try:
+                uncapped = relaxer.uncapped()
+            except SolverError:
+                return RelaxedRun(uncapped_s=0.0, capped_s=0.0)
             if uncapped is None or uncapped.bound_s >= cutoff_s:
                 return None
             try:
