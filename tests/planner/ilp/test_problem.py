@@ -95,7 +95,7 @@ def test_real_problems_equal_brute_force(name: str, mesh: str, micro_batches: in
                 assert found.objective_s == pytest.approx(min(times), rel=1e-7)
                 assert peak_bytes(totals(few.problem, found.assignment)) <= cap
         sample = random.Random(seed).sample(sorted(tried), min(30, len(tried)))
-        for assignment in (solution.assignment, least[0], *sample):
+        for assignment in (solution.assignment, least.assignment, *sample):
             same_price(formulator, layer, few, assignment)
 
 
