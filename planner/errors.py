@@ -317,9 +317,8 @@ def _infeasible_detail(
 
 
 def _infeasible_advice(least_bytes: int | None, enough: str | None, remedies: Sequence[str]) -> str:
-    first = [] if enough is None else [f"a cluster of {enough}"]
-    options = [*first, *remedies]
+    options = [*([] if enough is None else [f"a cluster of {enough}"]), *remedies]
     use = " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
-    if least_bytes is None:
-        return f"Use {use}." if use else ""
-    return f"Allow that much memory, or use {use}." if use else "Allow that much memory."
+    first_words = "Use" if least_bytes is None else "Allow that much memory, or use"
+    advice = f"{first_words} {use}." if use else ("" if least_bytes is None else "Allow that much memory.")
+    return f"{advice} Offloading to host memory is not planned here.".lstrip()

@@ -41,6 +41,7 @@ from planner.run.pins import Pins
 from planner.run.run_planner import RunPlanner
 from planner.run.run_results import Candidate
 from planner.run.stage_clock import Clock
+from planner.run.unsupported_ops import unsupported_ops
 from planner.search.branch_and_bound import SearchResult, SearchSpec
 from planner.search.infeasibility import find_infeasible, infeasibility_report, least_memory_run
 from planner.search.least_memory import EXACT, LeastMemoryResult
@@ -144,7 +145,8 @@ class PlanningSession:
         """
         plan, known = self._plan_or_least_memory(planner, mesh, memory_bytes or self._memory_bytes)
         if plan is None and self._stages(mesh, planner) is not None:
-            raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes)
+            more = self.job.micro_batches is not None and self.job.micro_batches < self._batch
+            raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes, more_micro_batches=more)
         if plan is None:
             raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes or self._memory_bytes, known)
         return plan
@@ -224,7 +226,9 @@ class PlanningSession:
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         samples = [self._batch // count for count in self._counts]
         clusters = stage_clusters_of(self._planner) if self._no_pipeline_reason is None else {}
-        return given_stages(spec, planner, self._no_pipeline_reason, clusters, samples)
+        return given_stages(
+            spec, planner, self._no_pipeline_reason, clusters, samples, executable_only=self.spec.executable_only
+        )
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes.
@@ -328,6 +332,10 @@ class PlanningSession:
             report = infeasibility_report(
                 self._planner, meshes, counts, modes, constraints, lambda other: self._space(name, other), known
             )
+            if report is None or report.least_bytes is None:
+                unsupported = unsupported_ops(self._analysis.base, self._planner.table)
+                if unsupported is not None:
+                    return unsupported
             if report is not None:
                 return report
             baseline = None

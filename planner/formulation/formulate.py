@@ -187,8 +187,7 @@ class Formulator:
         self, parameter: ParameterClass, strategies: Sequence[tuple[Strategy, ...]], accepts: AcceptsStored | None
     ) -> tuple[StorageOption, ...]:
         """Return the storage options of a parameter class, given the strategies of each region class."""
-        value = self.value_of(parameter)
-        names = self._structure.regions.graph.parameters[parameter.values[0]]
+        value, names = self.value_of(parameter), self._structure.regions.graph.parameters[parameter.values[0]]
         used = {s.forward[slot] for index, slot in parameter.uses for s in strategies[index]}
         layouts = [
             layout

@@ -1,4 +1,4 @@
-"""The reason why a job has no layout on any mesh, whatever its memory: the op, the pin or the size at fault."""
+"""The reason why a job whose ops can all be run has no layout on any mesh: the pin, the baseline or the size at fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from planner.regions.regions import Region
 from planner.run.baselines import Restriction
 from planner.run.pins import Pin, Pins
 from planner.run.run_planner import RunPlanner
-from planner.run.unsupported_ops import unsupported_ops
 
 _OPS_SHOWN = 3
 """Ops of a region that a message lists at most."""
@@ -34,9 +33,6 @@ def no_layout_error(
         pins: the job's pins.
         restriction: name and restriction of the baseline that is asked for, on the last mesh; None: there is none.
     """
-    unsupported = unsupported_ops(planner.model.base, planner.table)
-    if unsupported is not None:
-        return unsupported
     mesh = meshes[-1]
     for pin, names in pins.pins:
         reason = _uneven_pin(planner, mesh, pin, min(names)) or _refused_by(

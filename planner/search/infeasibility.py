@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cost_model import ClusterSpec
+from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec, split_factor
 from planner.errors import InfeasibleError
 from planner.run.run_planner import RunPlanner
@@ -168,6 +168,8 @@ def _large_enough_cluster(
         larger: returns the search space of a larger cluster.
         deadline: time of `time.perf_counter` at which the search ends without a cluster.
     """
+    if reserve_bytes(planner.cluster.device) > constraints.memory_bytes:
+        return _LargerCluster(None, may_help=False)
     before, per_node = math.inf, planner.cluster.devices_per_node
     for doublings in range(1, _DOUBLINGS + 1):
         cluster = dataclasses.replace(planner.cluster, nodes=planner.cluster.nodes << doublings)

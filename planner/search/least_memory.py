@@ -27,8 +27,11 @@ from planner.run.run_planner import FormulatedRun, RunPlanner, without_mismatche
 from planner.run.stage_clock import left_s
 from planner.search.worker_context import Restrict
 
-_FIRST_S = 2.0
+_FIRST_S = 5.0
 """Seconds that the solver gets, even past the deadline, as long as there is no decision."""
+
+_SURE = 3
+"""Runs that are solved, even past the deadline, as long as there is no decision."""
 
 EXACT = 1e-4
 """Relative gap of an exact answer."""
@@ -130,9 +133,11 @@ class LeastMemorySearch:
         return LeastMemoryResult(least=self._best, bound_bytes=self._bound_bytes)
 
     def _find_first(self, runs: Sequence[Run], enough_bytes: float | None) -> None:
-        """Solve the most promising runs until one has a decision."""
-        for run in sorted(runs, key=_promise, reverse=True):
-            if self._best is not None or self._is_over(enough_bytes):
+        """Solve the most promising run. If it has no decision in time, solve others, those on one axis first."""
+        promising = sorted(runs, key=_promise, reverse=True)
+        first, others = promising[:1], sorted(promising[1:], key=lambda run: sum(n > 1 for n in run.mesh.shape) > 1)
+        for number, run in enumerate(first + others):
+            if self._best is not None or (number >= _SURE and self._is_over(enough_bytes)):
                 return
             bound_bytes = self._planner.least_memory_bytes(run)
             if enough_bytes is not None and bound_bytes > enough_bytes:
