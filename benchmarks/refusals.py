@@ -75,9 +75,7 @@ def ask(case: Case, cap_gb: float) -> Answer:
     """Return the answer to a job within ``cap_gb``, from a fresh process."""
     started, before = time.perf_counter(), os.times()
     try:
-        done = subprocess.run(
-            case.command(cap_gb), capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
-        )
+        done = subprocess.run(case.command(cap_gb), capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return Answer(wall_s=TIME_LIMIT_S, cpu_s=0.0, code=-1, text="no answer")
     after = os.times()
@@ -90,7 +88,9 @@ def ask(case: Case, cap_gb: float) -> Answer:
     error = document.get("error")
     if error is None:
         step_s = document["estimate"]["step_time_s"]
-        mesh = ",".join(f"{name}={size}" for name, size in document["mesh"]["axes"]) if "axes" in document["mesh"] else ""
+        mesh = (
+            ",".join(f"{name}={size}" for name, size in document["mesh"]["axes"]) if "axes" in document["mesh"] else ""
+        )
         return Answer(wall_s=wall_s, cpu_s=cpu_s, code=done.returncode, text=f"{mesh} {step_s:.3f} s")
     return Answer(
         wall_s=wall_s,
@@ -122,7 +122,8 @@ def row(case: Case, *, check: bool) -> tuple[list[str], bool]:
 def cases(presets: Sequence[str], devices: Sequence[int], caps: Sequence[float]) -> list[Case]:
     """Return every job of these presets, device counts and caps."""
     return [
-        Case(preset=preset, devices=count, cap_gb=cap) for preset, count, cap in itertools.product(presets, devices, caps)
+        Case(preset=preset, devices=count, cap_gb=cap)
+        for preset, count, cap in itertools.product(presets, devices, caps)
     ]
 
 

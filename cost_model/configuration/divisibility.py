@@ -107,6 +107,6 @@ def _batch(parallel: ParallelSpec, batch: int) -> Iterator[str]:
         below = batch // together * together
         legal = alternatives([each for each in (below, below + together) if each])
         yield (
-            f"{parallel.data} data-parallel ranks with micro-batches of {parallel.micro_batch} do not divide a batch of "
-            f"{batch:,} ({legal} would do)"
+            f"{parallel.data} data-parallel ranks with micro-batches of {parallel.micro_batch} do not divide a batch "
+            f"of {batch:,} ({legal} would do)"
         )

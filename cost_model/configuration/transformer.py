@@ -103,11 +103,8 @@ class TransformerSpec:
         if self.mla is not None or self.heads % tensor or self.kv_heads % tensor == 0:
             return self
         queries = self.heads // tensor
-        if tensor % self.kv_heads == 0:
-            each = 1
-        else:
-            each = self.kv_heads if queries % self.kv_heads == 0 else queries
-        return dataclasses.replace(self, kv_heads=tensor * each)
+        whole = self.kv_heads if queries % self.kv_heads == 0 else queries
+        return dataclasses.replace(self, kv_heads=tensor * (1 if tensor % self.kv_heads == 0 else whole))
 
     @property
     def query_dim(self) -> int:

@@ -14,7 +14,6 @@ from planner.ilp.linear_program import Answer
 from planner.ilp.problem import Problem
 from planner.ilp.quantities import BACKWARD, STATIC, Charge
 
-
 RELAXATION_S = 20.0
 """Seconds for one relaxation. Nearly all take 0.03 to 3 s. The simplex can take hours to prove that there is none."""
 

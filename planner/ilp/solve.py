@@ -16,7 +16,6 @@ from planner.ilp.problem import Problem, Solution, totals
 from planner.ilp.relaxation import least_memory_bound
 from planner.ilp.step_cost import peak_bytes, step_time_s
 
-
 _WHOLE_S = 60.0
 """Seconds for a program whose relaxation has no answer: it may have no solution, and the solver may never prove it."""
 
@@ -69,7 +68,8 @@ def solve(
             answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=limit_s, solver=solver)
         if answer.values is None and answer.status == "limit" and node_limit is None:
             raise SolverError(
-                f"no assignment was found in {time_limit_s or _WHOLE_S} s.", what_to_do="Try again with a larger time limit."
+                f"no assignment was found in {time_limit_s or _WHOLE_S} s.",
+                what_to_do="Try again with a larger time limit.",
             )
         if answer.values is None:
             return None

@@ -32,8 +32,8 @@ from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
 from planner.plan.token_order import ZigzagOrder
 
 __all__ = [
-    "BaselinePrice",
     "FORMAT_VERSION",
+    "BaselinePrice",
     "CheckpointingMode",
     "CollectiveEstimate",
     "CollectiveKind",

@@ -1,4 +1,4 @@
-"""The reason why a job whose ops can all be run has no layout on any mesh: the pin, the baseline or the size at fault."""
+"""The reason why a job has no layout on any mesh though its ops can be run: the pin, baseline or size at fault."""
 
 from __future__ import annotations
 

@@ -113,9 +113,7 @@ def find_infeasible(
             return None
     if lowest_bytes > cap:
         return LeastMemoryResult(least=None, bound_bytes=lowest_bytes)
-    search = LeastMemorySearch(
-        planner, constraints.restrict, gap=NEAR, deadline=time.perf_counter() + _CHECK_S
-    )
+    search = LeastMemorySearch(planner, constraints.restrict, gap=NEAR, deadline=time.perf_counter() + _CHECK_S)
     result = search.run(all_runs(planner, meshes, counts, modes), enough_bytes=cap)
     return result if result.bound_bytes > cap else None
 
@@ -172,6 +170,8 @@ def _large_enough_cluster(
         return _LargerCluster(None, may_help=False)
     before, per_node = math.inf, planner.cluster.devices_per_node
     for doublings in range(1, _DOUBLINGS + 1):
+        if time.perf_counter() >= deadline:
+            break
         cluster = dataclasses.replace(planner.cluster, nodes=planner.cluster.nodes << doublings)
         meshes, counts = larger(cluster)
         if not counts:
@@ -187,8 +187,6 @@ def _large_enough_cluster(
         result = search.run(runs, enough_bytes=constraints.memory_bytes)
         if result.least is not None and result.least.nbytes <= constraints.memory_bytes:
             return _LargerCluster(cluster.name, may_help=True)
-        if time.perf_counter() >= deadline:
-            return _LargerCluster(None, may_help=True)
         if result.bound_bytes > before * _NO_GAIN:
             return _LargerCluster(None, may_help=False)
         before = result.bound_bytes

@@ -221,8 +221,6 @@ def _promise(run: Run) -> tuple[bool, int, int, int]:
     return run.ac == "full", run.micro_batches, -abs(len(sizes) - 2), -sizes[-1] if sizes else 0
 
 
-def all_runs(
-    planner: RunPlanner, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str]
-) -> list[Run]:
+def all_runs(planner: RunPlanner, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str]) -> list[Run]:
     """Return every run of the search space."""
     return [planner.run_of(*each) for each in itertools.product(meshes, counts, modes)]

@@ -42,7 +42,9 @@ def given_stages(
     if planner != "ilp":
         raise MeshError(f"mesh {mesh}: {planner} plans no pipelines.", what_to_do="Choose the planner ilp.")
     if obstacle is not None:
-        can_ask = "--no-executable-only (executable_only=False) plans pipelines, which cannot be run here yet; or choose"
+        can_ask = (
+            "--no-executable-only (executable_only=False) plans pipelines, which cannot be run here yet; or choose"
+        )
         raise MeshError(
             f"mesh {mesh} asks for a pipeline, and there is none: {obstacle}.",
             what_to_do=f"{can_ask if executable_only else 'Choose'} a mesh without {PIPELINE_AXIS}.",
@@ -72,8 +74,8 @@ def no_pipeline(mesh: str, memory_bytes: int, *, more_micro_batches: bool) -> In
         f"No pipeline on the mesh {mesh} fits {memory_bytes / 1e9:.2f} GB per device.",
         budget_bytes=memory_bytes,
         least_bytes=None,
-        what_to_do=f"Choose more stages{', more micro-batches' if more_micro_batches else ''} or another mesh, or allow "
-        "more memory.",
+        what_to_do=f"Choose more stages{', more micro-batches' if more_micro_batches else ''} or another mesh, or "
+        "allow more memory.",
     )
 
 

@@ -42,7 +42,10 @@ def test_8_experts_over_3_ranks() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"context": 2, "seq": 4097}, "cp=2 does not divide a sequence of 4,097 tokens into two chunks a rank (1 would"),
+        (
+            {"context": 2, "seq": 4097},
+            "cp=2 does not divide a sequence of 4,097 tokens into two chunks a rank (1 would",
+        ),
         ({"context": 2, "seq": 4098}, "cp=2 does not divide a sequence of 4,098 tokens"),
         ({"tensor": 2, "sequence_parallel": True, "seq": 4097}, "tp=2 does not divide the 4,097 tokens"),
         ({"pipeline": 5}, "pp=5 does not divide 24 layers (1, 2, 3, 4, 6, 8, 12, 13 or 24 would do)"),

@@ -85,9 +85,7 @@ def test_what_parameters_and_states_exceed_is_refused_without_a_search(gpt2: Pla
         ({}, [], ["--ac", "--micro-batches"]),  # the search has tried them all
     ],
 )
-def test_advice_never_repeats_what_the_job_has(
-    options: dict[str, Any], given: list[str], absent: list[str]
-) -> None:
+def test_advice_never_repeats_what_the_job_has(options: dict[str, Any], given: list[str], absent: list[str]) -> None:
     error = refusal_of(session_of("gpt2", mesh=None, memory_gb=TINY_GB, **options), mesh="dp=4")
     assert "Offloading to host memory is not planned here." in error.what_to_do
     for words in given:
