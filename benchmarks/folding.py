@@ -296,7 +296,7 @@ def binding_cap(both: BothForms, free_peak_bytes: float) -> float:
     """Return a memory cap halfway between the least possible peak and that of the fastest plan."""
     least = least_memory(both.folded.formulation.problem)
     assert least is not None
-    return least[1] + 0.5 * (free_peak_bytes - least[1])
+    return least.nbytes + 0.5 * (free_peak_bytes - least.nbytes)
 
 
 def rows(preset: str, arguments: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:

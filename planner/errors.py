@@ -2,6 +2,7 @@
 
 PlannerError                    exit code 2, HTTP 422
 ├── ModelError                  a config or module that cannot be built or traced
+│   └── UnsupportedOpError      ops that cannot be run on DTensors, whatever their layouts
 ├── GraphFormatError            a document that is not a valid traced graph, or is of another version
 ├── ClusterInputError           a cluster that is not in the catalogue, or a description that contradicts itself
 ├── MeshError                   a mesh with a wrong number of devices, or one that does not divide the batch
@@ -24,6 +25,7 @@ PlannerError                    exit code 2, HTTP 422
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 
@@ -65,6 +67,26 @@ class ModelError(PlannerError):
     def __init__(self, detail: str, *, what_to_do: str = "", module: str | None = None) -> None:
         super().__init__(detail, what_to_do=what_to_do)
         self.module = module
+
+
+class UnsupportedOpError(ModelError):
+    """Ops that cannot be run on DTensors in any layout, not even on replicated ones.
+
+    Attributes:
+        ops: (name of the op, FQN pattern of the modules that call it, "forward" or "backward": what cannot be run).
+    """
+
+    title = "The model has ops that are not supported"
+
+    def __init__(self, ops: Sequence[tuple[str, str, str]]) -> None:
+        listed = [f"{op} in {module or 'the root module'} ({direction})" for op, module, direction in ops]
+        super().__init__(
+            f"{'an op of this model' if len(listed) == 1 else f'{len(listed)} ops of this model'} cannot be run on "
+            f"DTensors, not even on replicated ones: {'; '.join(listed)}.",
+            what_to_do="Write the module with other ops, or plan the model without it.",
+            module=ops[0][1] if ops else None,
+        )
+        self.ops = tuple(ops)
 
 
 class GraphFormatError(PlannerError):
@@ -237,8 +259,8 @@ class InfeasibleError(PlannerError):
 
     Attributes:
         budget_bytes: cap on the peak per device.
-        least_bytes: peak per device of the smallest plan found, at most 1 % above the true minimum. None: the model has
-            no plan even with unlimited memory.
+        least_bytes: peak per device of the smallest plan that was found. None: no plan was found, whatever its memory.
+        bound_bytes: lower bound on the peak per device of every plan. None: it is within 1 % of ``least_bytes``.
         largest_tensors: (name, bytes per device), the largest first.
         enough: name of the smallest cluster on which a plan was found to fit. The clusters tried have 2, 4, 8, ...
             times the nodes. None: no plan was found on any of them.
@@ -253,16 +275,32 @@ class InfeasibleError(PlannerError):
         *,
         budget_bytes: int,
         least_bytes: int | None,
+        bound_bytes: int | None = None,
         largest_tensors: tuple[tuple[str, int], ...] = (),
         enough: str | None = None,
+        remedies: Sequence[str] = (),
         what_to_do: str | None = None,
     ) -> None:
-        super().__init__(
-            _infeasible_detail(budget_bytes, least_bytes, largest_tensors, enough) if detail is None else detail,
-            what_to_do=_infeasible_advice(least_bytes, enough) if what_to_do is None else what_to_do,
-        )
+        """Take the figures, and write the message from them.
+
+        Args:
+            detail: what happened; None: it is written from the figures.
+            budget_bytes: as in the class.
+            least_bytes: as in the class.
+            bound_bytes: as in the class.
+            largest_tensors: as in the class.
+            enough: as in the class.
+            remedies: what else may help, such as "more micro-batches (--micro-batches)"; nothing that the job has.
+            what_to_do: the advice; None: it is written from ``least_bytes``, ``enough`` and ``remedies``.
+        """
+        if detail is None:
+            detail = _infeasible_detail(budget_bytes, least_bytes, bound_bytes, largest_tensors, enough)
+        if what_to_do is None:
+            what_to_do = _infeasible_advice(least_bytes, enough, remedies)
+        super().__init__(detail, what_to_do=what_to_do)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
+        self.bound_bytes = bound_bytes
         self.largest_tensors = largest_tensors
         self.enough = enough
 
@@ -273,11 +311,22 @@ def _gigabytes(nbytes: int) -> str:
 
 
 def _infeasible_detail(
-    budget_bytes: int, least_bytes: int | None, largest: tuple[tuple[str, int], ...], enough: str | None
+    budget_bytes: int,
+    least_bytes: int | None,
+    bound_bytes: int | None,
+    largest: tuple[tuple[str, int], ...],
+    enough: str | None,
 ) -> str:
     detail = f"No plan fits {_gigabytes(budget_bytes)} per device"
-    if least_bytes is not None:
+    if least_bytes is not None and bound_bytes is not None:
+        detail += (
+            f"; at least {_gigabytes(bound_bytes)} per device are needed, and {_gigabytes(least_bytes)} "
+            f"({least_bytes} bytes) would do"
+        )
+    elif least_bytes is not None:
         detail += f"; the least that would do is {_gigabytes(least_bytes)} ({least_bytes} bytes) per device"
+    elif bound_bytes is not None:
+        detail += f"; at least {_gigabytes(bound_bytes)} per device are needed"
     if enough is not None:
         detail += f"; a cluster of {enough} would hold it as it is"
     if largest:
@@ -285,7 +334,9 @@ def _infeasible_detail(
     return detail + "."
 
 
-def _infeasible_advice(least_bytes: int | None, enough: str | None) -> str:
-    start = "Use" if least_bytes is None else "Allow that much memory, or use"
-    devices = "more devices" if enough is None else f"a cluster of {enough}"
-    return f"{start} {devices}, more micro-batches (--micro-batches) or activation checkpointing (--ac full)."
+def _infeasible_advice(least_bytes: int | None, enough: str | None, remedies: Sequence[str]) -> str:
+    options = [*([] if enough is None else [f"a cluster of {enough}"]), *remedies]
+    use = " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
+    first_words = "Use" if least_bytes is None else "Allow that much memory, or use"
+    advice = f"{first_words} {use}." if use else ("" if least_bytes is None else "Allow that much memory.")
+    return f"{advice} Offloading to host memory is not planned here.".lstrip()

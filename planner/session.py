@@ -6,57 +6,33 @@ module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Probl
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Unpack
+from collections.abc import Sequence
 
-from torch import nn
-
-from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
-from planner.errors import JobError, MeshError, PlannerError, SolverError
-from planner.graph.example_inputs import GivenInputs, batch_size_of
-from planner.graph.trace_module import (
-    TracedModule,
-    check_traced_for,
-    micro_batch_counts,
-    resolve_inputs,
-    trace_at_batch,
-)
+from planner.errors import MeshError, PlannerError, SolverError
 from planner.merged_axes import with_merged_axes
-from planner.model_rewrites.fuse_projections import styles_with_fused
-from planner.plan.checks import check_mesh
 from planner.plan.estimate import BaselinePrice, SolverReport
-from planner.plan.job import Checkpointing, job_of
-from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
-from planner.pricing.run_spec import Run
-from planner.progress import PRICING_BASELINES, TRACING, Progress
+from planner.progress import PRICING_BASELINES
 from planner.run import baselines, gc_pause
-from planner.run.attention_kernel import check_kernel
-from planner.run.baselines import Restriction
-from planner.run.model_analysis import ModelAnalysis
-from planner.run.pins import NO_PINS, Pins
-from planner.run.run_planner import RunPlanner
+from planner.run.no_layout import no_layout_error
+from planner.run.pins import NO_PINS
 from planner.run.run_results import Candidate
-from planner.run.stage_clock import Clock
+from planner.run.unsupported_ops import unsupported_ops
 from planner.search.baseline_search import PricedBaseline, baseline_space, search_baselines, search_even_meshes
-from planner.search.branch_and_bound import SearchResult, SearchSpec
+from planner.search.branch_and_bound import SearchResult
 from planner.search.choice import Choice
-from planner.search.infeasibility import infeasibility_report, least_memory_run
+from planner.search.infeasibility import find_infeasible, infeasibility_report, least_memory_run
+from planner.search.least_memory import EXACT, LeastMemoryResult
 from planner.search.mesh_space import modes_of
 from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
-from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline
-from planner.search.pipeline.split_graph import obstacle
-from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
-from planner.search.planner_space import PlannerSpace
-from planner.search.task_pool import Pool, checked_jobs, start_workers
-from planner.search.worker_context import RunKey, SearchConstraints, WorkerContext
+from planner.search.pipeline.mesh_argument import no_pipeline
+from planner.search.pipeline.stage_planners import PlannedPipeline
+from planner.search.worker_context import RunKey, SearchConstraints
+from planner.traced_job import TracedJob
 from planner.writing.axis_names import fastest_by_role
 from planner.writing.named_plan import named_plan
-from planner.writing.notes import notes_on
 from planner.writing.simplest import Fastest, choice_report, simplest_plan
 from planner.writing.techniques import used_techniques
 from planner.writing.write import solver_report
@@ -65,94 +41,15 @@ _AFTERWARDS_S = 5.0
 """Seconds for the baselines, and for merging axes, where the search for the fastest plan has a time limit."""
 
 
-class PlanningSession:
+class PlanningSession(TracedJob):
     """A model that is traced once, and planned by any planners, on any meshes and within any memory caps.
 
     Attributes:
-        spec: the job as the user states it.
-        job: the job as plans record it.
-        cluster: the devices and links that plans are for.
-        module: the module; None: the session got its traced graph alone.
-        inputs: arguments of one call with the global batch; empty without a module.
-        progress: called with each event; None: events are dropped.
         last_choice: the choice of the last `plan` with a tolerance, with the plans that it was made among; None: there
             was none.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | TracedModule,
-        *,
-        spec: JobSpec | None = None,
-        example_inputs: GivenInputs = None,
-        tp_plan: Mapping[str, str] | None = None,
-        progress: Progress | None = None,
-        **options: Unpack[JobOptions],
-    ) -> None:
-        """Trace ``model`` for a job.
-
-        Args:
-            model: as for `build_plan`.
-            spec: the job. Its planner and mesh are ignored: `plan` takes them as arguments. None: ``options`` give it.
-            example_inputs: as for `build_plan`.
-            tp_plan: as for `build_plan`.
-            progress: as for `build_plan`.
-            options: the fields of `JobSpec`, in place of ``spec``.
-
-        Raises:
-            TypeError: both ``spec`` and ``options`` are given.
-            PlannerError: the job cannot be planned.
-        """
-        if spec is not None and options:
-            raise TypeError(f"spec and {', '.join(options)} are given: give either spec or the fields of a spec.")
-        self.spec = spec = spec_of(options) if spec is None else spec
-        self.module = None if isinstance(model, TracedModule) else model
-        if spec.is_auto:
-            advice = "Name techniques; build_plan takes auto, and its plan says which it chose."
-            raise JobError("a session has one list of techniques, not auto.", what_to_do=advice, field="techniques")
-        start_workers(checked_jobs(spec.jobs))
-        self.progress = progress
-        self.cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
-        self.inputs = inputs = resolve_inputs(model, example_inputs, batch=spec.batch, seq=spec.seq, phase=spec.phase)
-        self._batch = spec.batch or (model.samples if isinstance(model, TracedModule) else batch_size_of(inputs))
-        flash = self.cluster.device.flash_attention
-        self.job = job_of(spec, batch=self._batch, flash_attention=flash)
-        self._memory_bytes = self.job.cap_bytes(self.cluster.memory_bytes)
-        self._counts = micro_batch_counts(self._batch, self.job.micro_batches)
-        self._clock = Clock()
-        if isinstance(model, TracedModule):
-            check_traced_for(model, self._batch, self._counts, self.job)
-            self._module = model
-        else:
-            if progress is not None:
-                progress(TRACING)
-            micro_batch = self._batch // self._counts[0] if len(self._counts) == 1 else None
-            with gc_pause.paused(), self._clock.stage("trace_s"):
-                self._module = trace_at_batch(
-                    model,
-                    inputs,
-                    micro_batch,
-                    self.job.dtype,
-                    spec.phase,
-                    fused_ops=spec.fused_ops,
-                    fused_projections=spec.fused_projections,
-                )
-        check_kernel(self.job, self.cluster.device, self._module.graph)
-        if tp_plan is not None and spec.fused_projections:
-            tp_plan = styles_with_fused(tp_plan)
-        self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._analysis = ModelAnalysis.from_module(
-            self._module,
-            flash_attention=flash,
-            seq=spec.seq,
-            compiles=self.cluster.device.compiles,
-            zigzag=self.job.zigzag,
-        )
-        self._planner = RunPlanner(self._analysis, self.job, self.cluster, self._batch, self._clock)
-        self._context = WorkerContext(self._planner)
-        self._pool = Pool(self._context, spec.jobs)
-        self.last_choice: Choice[Fastest] | None = None
-        self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)
+    last_choice: Choice[Fastest] | None = None
 
     def plan(
         self,
@@ -175,12 +72,14 @@ class PlanningSession:
         Raises:
             PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
-        plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes, tolerance=tolerance)
-        if plan is None and self._stages(mesh, planner) is not None:
-            raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes)
-        if plan is None:
-            raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes or self._memory_bytes)
-        return plan
+        memory_bytes = memory_bytes or self._memory_bytes
+        plan = self._plan_or_least_memory(planner, mesh, memory_bytes, tolerance=tolerance)
+        if isinstance(plan, ShardingPlan):
+            return plan
+        if self._stages(mesh, planner) is not None:
+            more = self.job.micro_batches is not None and self.job.micro_batches < self._batch
+            raise no_pipeline(str(mesh), memory_bytes, more_micro_batches=more)
+        raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes, known=plan)
 
     def plan_if_any(
         self,
@@ -205,17 +104,43 @@ class PlanningSession:
             keep_names: whether the axes of a given ``mesh`` keep their names; otherwise they are named by role, as
                 those of a mesh that the search chose. With pins or data axes all axes keep their names.
         """
+        plan = self._plan_or_least_memory(
+            planner,
+            mesh,
+            memory_bytes or self._memory_bytes,
+            tolerance=tolerance,
+            excluded=excluded,
+            keep_names=keep_names,
+        )
+        return plan if isinstance(plan, ShardingPlan) else None
+
+    def _plan_or_least_memory(
+        self,
+        planner: str,
+        mesh: str | MeshSpec | None,
+        memory_bytes: int,
+        *,
+        tolerance: float | None = None,
+        excluded: frozenset[RunKey] = frozenset(),
+        keep_names: bool = True,
+    ) -> ShardingPlan | LeastMemoryResult | None:
+        """Return the plan; where no plan fits, what is known of the least memory, or None.
+
+        The arguments are those of `plan_if_any`.
+        """
         name, seed = baselines.parse_planner(planner)
         keep_names = (keep_names and mesh is not None) or bool(self.job.pins or self.job.data_axes)
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
-            memory_bytes = memory_bytes or self._memory_bytes
             if seed is not None:
                 candidate, report = self._random(meshes[-1], seed), SolverReport(name=planner, status="given")
                 return self._written(candidate, memory_bytes, report, keep_names=keep_names)
             restrict = self._restrict(name, self._pins(meshes))
             constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict, excluded=excluded)
+            known = self._find_infeasible(meshes, name, constraints, mesh_is_given=mesh is not None, stages=stages)
+            if known is not None:
+                return known
             whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
             plans = [result.plan for result in (pipelined, whole) if result is not None]
             fastest: Fastest | None = next((plan for plan in plans if plan is not None), None)
@@ -300,46 +225,6 @@ class PlanningSession:
         techniques = used_techniques(self.spec.listed_techniques, written, self._module.graph, first)
         return dataclasses.replace(written, techniques=techniques, timings=dict(self._clock.spent))
 
-    def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
-        """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.
-
-        Raises:
-            MeshError: the mesh has another number of devices than the cluster, or an axis ``pp``.
-        """
-        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        if spec is None:
-            return self._space.on(planner, self.cluster)[0]
-        check_mesh(spec, self.cluster)
-        check_no_pipeline_axis(spec)
-        return [spec]
-
-    def _stages(self, mesh: str | MeshSpec | None, planner: str) -> tuple[int, MeshSpec] | None:
-        """Return the number of pipeline stages of a mesh, and the mesh of one stage; None: it has no axis ``pp``."""
-        if mesh is None:
-            return None
-        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        samples = [self._batch // count for count in self._counts]
-        clusters = stage_clusters_of(self._planner) if self._no_pipeline_reason is None else {}
-        return given_stages(spec, planner, self._no_pipeline_reason, clusters, samples)
-
-    def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
-        """Return the job's pins, checked against the model and the meshes.
-
-        Raises:
-            PlannerError: a pin names a parameter or axis that does not exist, or a layout that its tensor cannot have.
-        """
-        pins = Pins.parse(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
-        if pins.pins:
-            structure = self._analysis.structure(self._batch // self._counts[0])
-            pins.check(structure.parameters, dict(structure.regions.graph.parameters))
-        return pins
-
-    def _notes(self, run: Run) -> list[str]:
-        notes = list(notes_on(run, self._module, self._analysis, self._batch))
-        if not self.spec.executable_only and self._no_pipeline_reason is not None:
-            notes.append(f"no pipeline was tried: {self._no_pipeline_reason}.")
-        return notes
-
     def _random(self, mesh: MeshSpec, seed: int) -> Candidate:
         """Return a random assignment on a mesh.
 
@@ -385,61 +270,44 @@ class PlanningSession:
             return search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous), None
         return search_meshes_and_pipelines(spec, meshes, axes=self.spec.axes, heterogeneous_blocks=heterogeneous)
 
-    def _deadline(self, seconds: float | None) -> float | None:
-        """Return the time of `time.perf_counter` in ``seconds``; None: the search has no time limit."""
-        return None if self.spec.time_limit_s is None or seconds is None else time.perf_counter() + seconds
+    def _find_infeasible(
+        self,
+        meshes: Sequence[MeshSpec],
+        name: str,
+        constraints: SearchConstraints,
+        *,
+        mesh_is_given: bool,
+        stages: tuple[int, MeshSpec] | None,
+    ) -> LeastMemoryResult | None:
+        """Return what is known of the least memory where it is quickly proved that no plan fits; otherwise None."""
+        if stages is not None:
+            return None
+        has_pipelines = name == "ilp" and not mesh_is_given and self._no_pipeline_reason is None
+        counts, modes = self._space.counts_for(name, self.cluster), modes_of(self._analysis, self.job.ac)
+        return find_infeasible(self._planner, meshes, counts, modes, constraints, has_pipelines=has_pipelines)
 
-    def _search_spec(
-        self, name: str, counts: Sequence[int], constraints: SearchConstraints, deadline: float | None
-    ) -> SearchSpec:
-        """Return the spec of a planner's search over the numbers of micro-batches ``counts``."""
-        return SearchSpec(
-            context=self._context,
-            micro_batch_counts=counts,
-            modes=modes_of(self._analysis, self.job.ac),
-            constraints=constraints,
-            pool=self._pool if name == "ilp" else self._pool.in_this_process(),
-            deadline=deadline,
-            progress=self.progress,
-        )
-
-    @functools.cached_property
-    def _no_pipeline_reason(self) -> str | None:
-        """Why no pipeline is searched; None where pipelines are searched."""
-        if not self.job.training:
-            return "pipeline stages are for training"
-        if self.spec.executable_only:
-            return "only executable plans are asked for"
-        if Checkpointing.parse(self.job.ac or "none").first is not None:
-            return "only the first blocks are checkpointed"
-        return obstacle(self._analysis.graph, self._analysis.blocks)
-
-    def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
-        """Return the function mesh -> restriction of choices by the planner and the pins; None: no restriction."""
-
-        def restrict(mesh: MeshSpec) -> Restriction | None:
-            return pins.restrict(mesh, baselines.restriction_of(name, mesh, self._tp_plan, self._analysis.graph))
-
-        return restrict if name in baselines.NAMES else pins.on
-
-    def _infeasibility(self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int) -> PlannerError:
-        """Return the error for a planner without a plan: the least memory needed, or the pins that no layout keeps."""
-        pins, counts, modes = (
-            self._pins(meshes),
-            self._space.counts_for(name, self.cluster),
-            modes_of(self._analysis, self.job.ac),
-        )
+    def _infeasibility(
+        self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int, known: LeastMemoryResult | None
+    ) -> PlannerError:
+        """Return the error for a planner without a plan: the least memory, or what has no layout."""
+        pins, modes = self._pins(meshes), modes_of(self._analysis, self.job.ac)
+        counts = self._space.counts_for(name, self.cluster)
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._planner, meshes, counts, modes, constraints, lambda other: self._space.on(name, other)
+                self._planner, meshes, counts, modes, constraints, lambda other: self._space.on(name, other), known
             )
-        if report.least_bytes is None and pins:
-            return MeshError(
-                f"no layout on these meshes keeps the pins: {pins}.",
-                what_to_do="Choose another mesh, or pins that its axes divide and that the ops can run in.",
-            )
-        return report
+            if report is None or report.least_bytes is None:
+                unsupported = unsupported_ops(self._analysis.base, self._planner.table)
+                if unsupported is not None:
+                    return unsupported
+            if report is not None:
+                return report
+            baseline = None
+            if name in baselines.NAMES:
+                allowed = baselines.restriction_of(name, meshes[-1], self._tp_plan, self._analysis.graph)
+                baseline = name, allowed
+            return no_layout_error(self._planner, meshes, counts, pins, baseline)
 
     def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:
         """Return the least peak memory per device of any plan, in bytes; None where the meshes allow no layout."""
@@ -447,5 +315,6 @@ class PlanningSession:
         modes = modes_of(self._analysis, self.job.ac)
         with gc_pause.paused():
             restrict = self._restrict("ilp", self._pins(meshes))
-            least = least_memory_run(self._planner, meshes, self._counts, modes, restrict)
+            constraints = SearchConstraints(memory_bytes=self._memory_bytes, restrict=restrict)
+            least = least_memory_run(self._planner, meshes, self._counts, modes, constraints, gap=EXACT).least
         return None if least is None else math.ceil(least.nbytes)

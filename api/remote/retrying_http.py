@@ -178,6 +178,7 @@ def error_from_problem(problem: dict[str, Any], job_id: str | None) -> PlannerEr
             problem.get("detail"),
             budget_bytes=problem["budget_bytes"],
             least_bytes=problem.get("least_bytes"),
+            bound_bytes=problem.get("bound_bytes"),
             largest_tensors=largest,
             enough=problem.get("enough"),
             what_to_do=problem.get("what_to_do"),

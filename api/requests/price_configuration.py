@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from api.requests.model_configs import ModelConfig, find_config
+from cost_model.configuration.divisibility import uneven_splits
 from cost_model.configuration.implementation import (
     EAGER_LOGIT_NBYTES,
     EAGER_LOSS_TRAFFIC_NBYTES,
@@ -138,13 +139,11 @@ def price_configuration(
     degrees = parse_degrees(mesh)
     data = degrees["dp"] * degrees["fsdp"]
     sequences = data * micro_batch if batch is None else batch
-    if sequences % (data * micro_batch):
-        raise MeshError(f"batch {sequences} is no multiple of {data} data-parallel ranks x micro-batch {micro_batch}.")
     interleaved = virtual_stages > 1 and schedule == "1f1b"
     try:
         parallel = ParallelSpec(
             micro_batch=micro_batch,
-            micro_batches=sequences // (data * micro_batch),
+            micro_batches=-(-sequences // (data * max(micro_batch, 1))),
             seq=seq,
             replicate=degrees["dp"],
             shard=degrees["fsdp"],
@@ -160,8 +159,7 @@ def price_configuration(
             dtype=_choice(dtype, get_args(TrainingDtype), "dtype"),
             implementation=_implementation(optimizer, compiled=compiled, architecture=where.device.architecture),
         )
-        if parallel.ranks != where.size:
-            raise MeshError(f"the mesh has {parallel.ranks} ranks and {where.name} {where.size} devices.")
+        _check_splits(spec, parallel, where, sequences)
         seconds, nbytes = step_time(spec, parallel, where), step_memory(spec, parallel, where)
     except (ValueError, ArithmeticError) as error:
         raise JobError(str(error)) from error
@@ -170,6 +168,19 @@ def price_configuration(
     return PricedConfiguration(
         model=config.name, spec=spec, parallel=parallel, cluster=where, time=seconds, memory=nbytes
     )
+
+
+def _check_splits(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, sequences: int) -> None:
+    """Check that the degrees have the cluster's devices, and divide the batch and the model's sizes.
+
+    Raises:
+        MeshError: they do not. It lists everything that does not divide, with the values that would do.
+    """
+    wrong = uneven_splits(spec, parallel, batch=sequences, devices=cluster.size)
+    if parallel.ranks != cluster.size:
+        wrong.append(f"the mesh has {parallel.ranks} ranks and {cluster.name} {cluster.size} devices")
+    if wrong:
+        raise MeshError(f"{'; '.join(wrong)}.", what_to_do="Choose degrees, a batch and a sequence that divide evenly.")
 
 
 def parse_degrees(mesh: str | Mapping[str, int]) -> dict[str, int]:

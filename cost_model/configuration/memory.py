@@ -136,6 +136,7 @@ def step_memory(
 ) -> StepMemory:
     """Return the bytes of a step on pipeline rank ``rank``; None: on the first or the last rank, whichever has more."""
     constants = constants or shipped_constants()
+    spec = spec.on_tensor_ranks(parallel.tensor)
     ranks = {0, parallel.pipeline - 1} if rank is None else {rank}
     memories = [_rank_memory(spec, parallel, cluster, constants, one) for one in sorted(ranks)]
     return max(memories, key=lambda memory: memory.allocated)

@@ -98,6 +98,7 @@ def step_time(
     if parallel.pipeline > spec.layers:
         raise ValueError(f"{parallel.pipeline} pipeline ranks are more than {spec.layers} layers; take fewer ranks")
     constants = constants or shipped_constants()
+    spec = spec.on_tensor_ranks(parallel.tensor)
     stage = _slowest_stage(spec, parallel, cluster, constants)
     layer_s = (stage.sum("forward_s") + stage.sum("backward_s")) / (stage.dense + stage.sparse)
     loss = _added_loss_seconds(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, constants))

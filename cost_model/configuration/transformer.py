@@ -8,6 +8,7 @@ FLOPs of element-wise ops.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,6 +92,19 @@ class TransformerSpec:
             raise ValueError(
                 f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads; give a divisor of heads"
             )
+
+    def on_tensor_ranks(self, tensor: int) -> TransformerSpec:
+        """Return the dimensions that ``tensor`` ranks hold together, with every copy of a key-value head.
+
+        If ``tensor`` divides the key-value heads, they are split. If they divide ``tensor``, each rank holds one whole
+        head, as in Megatron. Otherwise a rank holds all of them, or one for each of its query heads where all of them
+        do not group its query heads evenly, as attention kernels require.
+        """
+        if self.mla is not None or self.heads % tensor or self.kv_heads % tensor == 0:
+            return self
+        queries = self.heads // tensor
+        whole = self.kv_heads if queries % self.kv_heads == 0 else queries
+        return dataclasses.replace(self, kv_heads=tensor * (1 if tensor % self.kv_heads == 0 else whole))
 
     @property
     def query_dim(self) -> int:

@@ -95,7 +95,7 @@ class Formulator:
         stored = [
             tuple(
                 choice
-                for choice in self._stored(parameter, strategies, accepts_stored)
+                for choice in self.storage_choices(parameter, strategies, accepts_stored)
                 if choice_filter is None or choice_filter.stored(index, choice)
             )
             for index, parameter in enumerate(self._structure.parameters)
@@ -183,11 +183,11 @@ class Formulator:
         charges = tuple(self.region_price(index, strategy).charge for strategy in choices)
         return Node(name=self._structure.regions.classes[index].pattern or "(root)", charges=charges)
 
-    def _stored(
+    def storage_choices(
         self, parameter: ParameterClass, strategies: Sequence[tuple[Strategy, ...]], accepts: AcceptsStored | None
     ) -> tuple[StorageOption, ...]:
-        value = self.value_of(parameter)
-        names = self._structure.regions.graph.parameters[parameter.values[0]]
+        """Return the storage options of a parameter class, given the strategies of each region class."""
+        value, names = self.value_of(parameter), self._structure.regions.graph.parameters[parameter.values[0]]
         used = {s.forward[slot] for index, slot in parameter.uses for s in strategies[index]}
         layouts = [
             layout

@@ -43,6 +43,9 @@ _MORE = 96
 _NONE = 1e-9
 """Excess over the memory cap, as a fraction of the cap, that counts as none."""
 
+ROOT_S = 20.0
+"""Seconds for the relaxation of the whole program; nearly all take 0.03 to 3 s. It ends without an answer then."""
+
 _SMALLEST = 1e-12
 """Size of the objective, for relative distances, where the objective is 0."""
 
@@ -73,13 +76,16 @@ def solve(
         solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
-        SolverError: the solver broke off without an answer.
+        SolverError: the solver broke off without an answer, or the relaxation of the whole program took `ROOT_S`.
     """
     deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
     if program.columns < _FEWEST:
         program = bounded(program, cutoff)
         return backends.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-    relaxed = backends.solve_relaxation(program, cutoff=cutoff, time_limit_s=time_limit_s, solver=solver)
+    limit_s = ROOT_S if time_limit_s is None else min(time_limit_s, ROOT_S)
+    relaxed = backends.solve_relaxation(program, cutoff=cutoff, time_limit_s=limit_s, solver=solver)
+    if relaxed.status == "limit" and limit_s == ROOT_S:
+        raise SolverError(f"the relaxation took more than {ROOT_S} s.")
     if relaxed.status == "cutoff" or (relaxed.values is not None and relaxed.objective >= cutoff):
         return Answer(status="infeasible")
     if relaxed.values is None or most_fractional(program, relaxed) is None:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.errors import SolverError
 from planner.ilp import backends
 from planner.ilp.formulation import Program, build_program, memory_cap, peak_memory, static_cap
 from planner.ilp.linear_program import Answer
 from planner.ilp.problem import Problem
-from planner.ilp.quantities import BACKWARD
+from planner.ilp.quantities import BACKWARD, STATIC, Charge
+
+RELAXATION_S = 20.0
+"""Seconds for one relaxation. Nearly all take 0.03 to 3 s. The simplex can take hours to prove that there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Relaxer:
         memory_bytes: float | None = None,
         *,
         static_bytes: float | None = None,
+        time_limit_s: float | None = RELAXATION_S,
         solver: str | None = None,
     ) -> None:
         """Build the program of ``problem``.
@@ -47,9 +52,11 @@ class Relaxer:
         Args:
             memory_bytes: cap on the peak in `capped`; None: `capped` is not called.
             static_bytes: cap on static bytes (`planner.ilp.quantities.STATIC`) in all relaxations; None: no such cap.
+            time_limit_s: seconds for each relaxation, after which it raises `SolverError`; None: no limit.
             solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
         """
         self._solver = solver
+        self._time_limit_s = time_limit_s
         self._memory_bytes = memory_bytes
         self._program: Program = build_program(problem, memory_bytes or static_bytes, memory=False)
         if static_bytes is not None:
@@ -62,13 +69,13 @@ class Relaxer:
             backward_s: seconds of kernels to add to the backward of every assignment.
 
         Raises:
-            SolverError: the solver broke off without an answer.
+            SolverError: the solver broke off, or ran out of time, without an answer.
         """
         linear, row = self._program.linear, self._program.compute_rows[BACKWARD]
         limit = linear.row_upper[row]
         linear.row_upper[row] = limit - backward_s * self._program.time_scale
         try:
-            answer = backends.solve_relaxation(linear, solver=self._solver)
+            answer = self._solve()
         finally:
             linear.row_upper[row] = limit
         return self._relaxation(answer)
@@ -77,13 +84,13 @@ class Relaxer:
         """Return a lower bound on the peak of every assignment, in bytes; None: no assignment exists.
 
         Raises:
-            SolverError: the solver broke off without an answer.
+            SolverError: the solver broke off, or ran out of time, without an answer.
         """
         linear = self._program.linear
         seconds, peak = linear.objective, self._program.peak or peak_memory(self._program)
         linear.objective = peak
         try:
-            answer = backends.solve_relaxation(linear, solver=self._solver)
+            answer = self._solve()
         finally:
             linear.objective = seconds
         return None if answer.values is None else answer.objective / self._program.memory_scale
@@ -92,7 +99,7 @@ class Relaxer:
         """Return the relaxation within the memory cap; None where it is infeasible or not below ``cutoff_s``.
 
         Raises:
-            SolverError: the solver broke off without an answer.
+            SolverError: the solver broke off, or ran out of time, without an answer.
         """
         assert self._memory_bytes is not None
         least = self.least_peak_bytes()  # solved first: a proof that the capped program is infeasible takes long
@@ -100,7 +107,15 @@ class Relaxer:
             return None
         memory_cap(self._program, self._memory_bytes)
         cutoff = cutoff_s * self._program.time_scale
-        return self._relaxation(backends.solve_relaxation(self._program.linear, cutoff=cutoff, solver=self._solver))
+        return self._relaxation(self._solve(cutoff))
+
+    def _solve(self, cutoff: float = math.inf) -> Answer:
+        answer = backends.solve_relaxation(
+            self._program.linear, cutoff=cutoff, time_limit_s=self._time_limit_s, solver=self._solver
+        )
+        if answer.status == "limit":
+            raise SolverError(f"a relaxation took more than {self._time_limit_s} s.")
+        return answer
 
     def _relaxation(self, answer: Answer) -> Relaxation | None:
         if answer.values is None:
@@ -135,6 +150,19 @@ def relax(
     return relaxer.uncapped() if memory_bytes is None else relaxer.capped()
 
 
-def least_memory_bound(problem: Problem) -> float | None:
-    """Return a lower bound on the peak of every assignment, in bytes; None: no assignment exists."""
-    return Relaxer(problem).least_peak_bytes()
+def least_memory_bound(problem: Problem, *, time_limit_s: float | None = RELAXATION_S) -> float | None:
+    """Return a lower bound on the peak of every assignment, in bytes; None: no assignment exists.
+
+    Raises:
+        SolverError: the solver broke off, or ran out of time, without an answer.
+    """
+    return Relaxer(problem, time_limit_s=time_limit_s).least_peak_bytes()
+
+
+def least_static_bytes(problem: Problem) -> float:
+    """Return a lower bound on the static bytes of every assignment: each node takes the choice with the fewest."""
+
+    def static(charge: Charge) -> float:
+        return sum(nbytes for quantity, nbytes in charge.items() if quantity in STATIC)
+
+    return static(problem.constant) + sum(min(map(static, node.charges)) for node in problem.nodes)

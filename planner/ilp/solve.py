@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from planner.ilp.linear_program import Answer
 from planner.ilp.problem import Problem, Solution, totals
 from planner.ilp.relaxation import least_memory_bound
 from planner.ilp.step_cost import peak_bytes, step_time_s
+
+_WHOLE_S = 60.0
+"""Seconds for a program whose relaxation has no answer: it may have no solution, and the solver may never prove it."""
 
 
 def solve(
@@ -60,10 +64,12 @@ def solve(
             if node_limit is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
                 return None
             whole = reduced_cost_fixing.bounded(program.linear, cutoff)
-            answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
+            limit_s = _WHOLE_S if time_limit_s is None else min(time_limit_s, _WHOLE_S)
+            answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=limit_s, solver=solver)
         if answer.values is None and answer.status == "limit" and node_limit is None:
             raise SolverError(
-                f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
+                f"no assignment was found in {time_limit_s or _WHOLE_S} s.",
+                what_to_do="Try again with a larger time limit.",
             )
         if answer.values is None:
             return None
@@ -95,21 +101,49 @@ def _solution(program: Program, answer: Answer, assignment: tuple[int, ...], sta
 
 
 def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
-    least = least_memory_bound(problem)
+    try:
+        least = least_memory_bound(problem)
+    except SolverError:
+        return False
     return least is None or least > memory_bytes
 
 
-def least_memory(problem: Problem, mip_gap: float = 1e-4) -> tuple[tuple[int, ...], float] | None:
-    """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastPeak:
+    """An assignment with a small peak.
+
+    Attributes:
+        assignment: for each node, the index of its choice; None: the time limit came before any was found.
+        nbytes: peak of the assignment in bytes; infinite if there is none.
+        bound_bytes: lower bound in bytes on the peak of every assignment.
+    """
+
+    assignment: tuple[int, ...] | None
+    nbytes: float
+    bound_bytes: float
+
+
+def least_memory(problem: Problem, mip_gap: float = 1e-4, *, time_limit_s: float | None = None) -> LeastPeak | None:
+    """Return the assignment with the smallest peak; None where no assignment exists.
 
     Args:
+        problem: the problem.
         mip_gap: relative gap: an assignment whose peak is smaller by this fraction may be missed.
+        time_limit_s: seconds after which the incumbent is returned; None: no limit.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
     """
     program = build_program(problem, None)
     assert program.peak is not None
     program.linear.objective = program.peak
-    answer = reduced_cost_fixing.solve(program.linear, zero_one=program.zero_one(), mip_gap=mip_gap)
+    answer = reduced_cost_fixing.solve(
+        program.linear, zero_one=program.zero_one(), mip_gap=mip_gap, time_limit_s=time_limit_s
+    )
+    bound_bytes = max(answer.bound, 0.0) / program.memory_scale
     if answer.values is None:
-        return None
+        limited = answer.status == "limit"
+        return LeastPeak(assignment=None, nbytes=math.inf, bound_bytes=bound_bytes) if limited else None
     assignment = _assignment(program, answer)
-    return assignment, peak_bytes(totals(problem, assignment))
+    nbytes = peak_bytes(totals(problem, assignment))
+    return LeastPeak(assignment=assignment, nbytes=nbytes, bound_bytes=min(bound_bytes, nbytes))

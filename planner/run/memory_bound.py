@@ -17,7 +17,7 @@ from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.job import BYTES_PER_ELEMENT, Job
 from planner.profile.op_profile import GraphProfile
-from planner.regions.regions import Region, RegionOp, block_of, find_op_inputs
+from planner.regions.regions import Region, RegionGraph, RegionOp, block_of, find_op_inputs
 from planner.strategies import context_parallel
 from planner.strategies.context_parallel_work import ContextParallelWork
 
@@ -132,15 +132,17 @@ def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) ->
     return min(extras[0], sums), min(extras[1], sums)
 
 
-def least_state_bytes(structure: Structure, job: Job) -> float:
+def least_state_bytes(regions: RegionGraph, job: Job) -> float:
     """Return a lower bound on the bytes of parameters and optimizer states, summed over all devices.
 
     Gradients do not count, and neither do parameters that no op uses.
     """
     stored_dtype = job.master_dtype or job.dtype
     total = 0
-    for name in (name for parameter in structure.parameters for name in parameter.values):
-        value = structure.regions.graph.values[name]
+    parameters = {
+        slot.value.name: slot.value for region in regions.regions for slot in region.slots if slot.origin == "parameter"
+    }
+    for value in parameters.values():
         state = parameter_state_bytes(
             value.nbytes // value.dtype.itemsize,
             optimizer=job.optimizer,

@@ -18,10 +18,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cost_model.layouts.layout import Layout, MeshSpec
+from planner.errors import SolverError
 from planner.formulation.formulate import Formulation
-from planner.ilp.relaxation import Relaxer
+from planner.ilp.relaxation import Relaxer, least_static_bytes
 from planner.pricing.storage_options import StorageOption
 from planner.strategies.enumerate import Strategy
 
@@ -55,7 +57,10 @@ class MeshBound:
         if recompute_s <= self.recompute_s:
             return self.bound_s
         assert self._relaxer is not None
-        relaxed = self._relaxer.uncapped(recompute_s)
+        try:
+            relaxed = self._relaxer.uncapped(recompute_s)
+        except SolverError:
+            return self.bound_s
         return self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
 
     def within_cap(self, cutoff_s: float) -> float:
@@ -63,12 +68,16 @@ class MeshBound:
 
         The result is ``cutoff_s`` at most. The cap stays in the program, so this has to be the last bound to compute.
         """
-        assert self._relaxer is not None
-        relaxed = self._relaxer.capped(cutoff_s)
+        if self._relaxer is None:
+            return min(self.bound_s, cutoff_s)
+        try:
+            relaxed = self._relaxer.capped(cutoff_s)
+        except SolverError:
+            return min(self.bound_s, cutoff_s)
         return cutoff_s if relaxed is None else min(relaxed.bound_s, cutoff_s)
 
     def without_program(self) -> MeshBound:
-        """Return a copy without the program, to send to a process; `with_recompute` and `within_cap` fail on it."""
+        """Return a copy without the program, to send to a process. `with_recompute` fails on it."""
         return dataclasses.replace(self, _relaxer=None)
 
 
@@ -94,7 +103,7 @@ def bound_mesh(
 ) -> MeshBound | None:
     """Return the lower bounds on a mesh, from the program of its run in the fewest micro-batches.
 
-    None where the relaxation has no solution.
+    None where the relaxation has no solution. If the solver does not answer in time, all bounds are 0.
 
     Args:
         mesh: the mesh of the run.
@@ -102,11 +111,24 @@ def bound_mesh(
         memory_bytes: cap on the peak per device.
         recompute_s: seconds of recomputation per step that every run has at least.
     """
+    if least_static_bytes(formulation.problem) > memory_bytes:
+        return None  # the simplex would take long to prove it
+    regions, parameters = len(formulation.strategies), len(formulation.stored)
     relaxer = Relaxer(formulation.problem, memory_bytes, static_bytes=memory_bytes)
-    relaxed = relaxer.uncapped(recompute_s)
+    try:
+        relaxed = relaxer.uncapped(recompute_s)
+    except SolverError:
+        no_bounds: dict[Any, float] = {}
+        return MeshBound(
+            mesh=mesh,
+            recompute_s=math.inf,
+            bound_s=0.0,
+            strategies=(no_bounds,) * regions,
+            stored=(no_bounds,) * parameters,
+            _relaxer=None,
+        )
     if relaxed is None:
         return None
-    regions, parameters = len(formulation.strategies), len(formulation.stored)
     strategies = [
         dict(zip(choices, times, strict=True))
         for choices, times in zip(formulation.strategies, relaxed.choice_bounds_s[:regions], strict=True)

@@ -95,9 +95,15 @@ class RunPlanner:
             if share_with is None
             else share_with.op_times
         )
-        self._state_bytes = self._sums_bytes = 0.0
+        self._state_bytes: float | None = None
+        self._sums_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
         self._last_random: tuple[Run, FormulatedRun] | None = None
+
+    @property
+    def table(self) -> StrategyTable:
+        """The strategies of regions, by mesh."""
+        return self._table
 
     @property
     def memory_bytes(self) -> int:
@@ -194,15 +200,23 @@ class RunPlanner:
             structure = self.model.structure(batch, run.grouping)
             bound_batch, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_saved_bytes(structure)
             self._alive[batch == 1, run.grouping] = bound_batch, alive_bytes, held_bytes
-            self._state_bytes = least_state_bytes(structure, self.job)
             self._sums_bytes = least_gradient_bytes(structure, self.job)
         # A tensor's bytes are proportional to the batch or do not depend on it. So a fraction of the batch has at least
         # that fraction of the bytes. A batch of one sample is counted apart, because autograd may save other tensors.
         alive_bytes += (run.in_flight - 1) * held_bytes
-        split = self._state_bytes + (alive_bytes * batch / bound_batch if self.job.training else 0.0)
+        split = alive_bytes * batch / bound_batch if self.job.training else 0.0
         if run.micro_batches > 1:
             split += self._sums_bytes
-        return split / run.mesh.size + reserve_bytes(run.cluster.device)
+        return split / run.mesh.size + self.least_static_bytes(run)
+
+    def least_static_bytes(self, run: Run) -> float:
+        """Return a lower bound on the bytes of parameters, optimizer states and the reserve, per device of ``run``.
+
+        It holds for the fullest stage of a pipeline too.
+        """
+        if self._state_bytes is None:
+            self._state_bytes = least_state_bytes(self.model.base, self.job)
+        return self._state_bytes / run.mesh.size + reserve_bytes(run.cluster.device)
 
     def formulator(self, run: Run, *, peak: bool = True) -> tuple[Formulator, Structure]:
         """Return the formulator of the program of ``run``, and the run's structure.
@@ -266,7 +280,10 @@ class RunPlanner:
             return None
         with self.clock.stage("solve_s"):
             relaxer = Relaxer(formulation.problem, memory_bytes)
-            uncapped = relaxer.uncapped()
+            try:
+                uncapped = relaxer.uncapped()
+            except SolverError:
+                return RelaxedRun(uncapped_s=0.0, capped_s=0.0)
             if uncapped is None or uncapped.bound_s >= cutoff_s:
                 return None
             try:

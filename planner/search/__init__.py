@@ -5,5 +5,6 @@ the engine                   branch_and_bound.BranchAndBound
 the search over meshes       mesh_search.MeshSearch, mesh_tasks
 the search over pipelines    pipeline
 where tasks run              task_pool, local_workers, worker_context
-why no plan fits             infeasibility.infeasibility_report
+why no plan fits             infeasibility.infeasibility_report, infeasibility.find_infeasible
+the least memory             least_memory.LeastMemorySearch
 """

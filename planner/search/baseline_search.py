@@ -17,7 +17,7 @@ from planner.errors import SolverError
 from planner.plan.estimate import BaselinePrice
 from planner.run.run_results import Candidate
 from planner.search.branch_and_bound import Incumbent, SearchResult, SearchSpec
-from planner.search.infeasibility import least_memory_run
+from planner.search.infeasibility import answer_deadline, least_memory_run
 from planner.search.mesh_search import MeshSearch
 from planner.search.worker_context import Restrict
 
@@ -166,18 +166,21 @@ def _price(name: str, plan: Candidate) -> BaselinePrice:
 
 def _least_memory(spec: SearchSpec, name: str, meshes: Sequence[tuple[MeshSpec, list[int]]]) -> BaselinePrice:
     """Return the price of a baseline that does not fit: its least memory, and the run that has it."""
-    runs = [
+    deadline = answer_deadline(spec.planner)
+    results = [
         least_memory_run(
             spec.planner,
             [mesh],
             sorted({counts[0], counts[-1]}),
             [spec.modes[-1]],
-            spec.constraints.restrict,
+            spec.constraints,
             gap=_LEAST_MEMORY_GAP,
+            deadline=deadline,
         )
         for mesh, counts in meshes
     ]
-    least = min((run for run in runs if run is not None), key=lambda run: run.nbytes, default=None)
+    found = [result.least for result in results if result.least is not None]
+    least = min(found, key=lambda run: run.nbytes, default=None)
     if least is None:
         return BaselinePrice(name=name, mesh=str(meshes[0][0]))
     return BaselinePrice(

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from cost_model import ClusterSpec
+from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec, split_factor
 from planner.errors import InfeasibleError
-from planner.formulation.decision import Decision, decision_from_assignment
-from planner.ilp.relaxation import least_memory_bound
-from planner.ilp.solve import least_memory
-from planner.liveness.structure import Structure
-from planner.pricing.run_spec import Run
-from planner.run.run_planner import RunPlanner, without_mismatched
-from planner.search.worker_context import Restrict, SearchConstraints
+from planner.run.run_planner import RunPlanner
+from planner.search.least_memory import NEAR, LeastMemory, LeastMemoryResult, LeastMemorySearch, all_runs
+from planner.search.worker_context import SearchConstraints
+
+_ANSWER_S = 4.5
+"""Seconds that a refusal may take, from the start of tracing. What is not proved by then is reported as a bound."""
+
+_LEAST_S = 1.5
+"""Seconds for the least memory, if tracing and the search took most of `_ANSWER_S`."""
+
+_CHECK_S = 2.0
+"""Seconds for `find_infeasible`, which is in vain if a plan fits after all."""
+
+_TIGHT = 0.7
+"""If the least bound in closed form is above this fraction of the cap, it is worth a relaxation whether a plan fits."""
 
 _DOUBLINGS = 6
 """Times that the number of nodes is doubled at most, in search of a cluster that is large enough."""
@@ -29,22 +36,8 @@ _MESHES_TRIED = 4
 _NO_GAIN = 0.95
 """If twice the devices need more than this fraction of the least memory per device, more devices do not help."""
 
-_EXACT = 1e-4
-_NEAR = 0.01
-"""Relative gaps to which the least memory is solved; a report takes `_NEAR`, as `_EXACT` is up to 20 times slower."""
-
 Larger = Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]]
 """Cluster -> (its meshes, the numbers of micro-batches that may be tried on it, ascending)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastMemory:
-    """The decision of a run that has the lowest peak memory: ``nbytes`` per device."""
-
-    nbytes: float
-    run: Run
-    structure: Structure
-    decision: Decision
 
 
 def infeasibility_report(
@@ -54,8 +47,11 @@ def infeasibility_report(
     modes: Sequence[str],
     constraints: SearchConstraints,
     larger: Larger,
-) -> InfeasibleError:
+    known: LeastMemoryResult | None = None,
+) -> InfeasibleError | None:
     """Return the error that no plan fits. It says which memory per device, or which larger cluster, would be enough.
+
+    None: no run has a layout, whatever its memory.
 
     Args:
         planner: the planner of the search, which found no plan.
@@ -64,21 +60,67 @@ def infeasibility_report(
         modes: checkpointing modes that were searched, the one that saves least last.
         constraints: the constraints that no plan meets.
         larger: returns the search space of a larger cluster.
+        known: the least memory, as `find_infeasible` returns it; None: not known.
     """
-    least = least_memory_run(planner, meshes, counts, modes, constraints.restrict, gap=_NEAR)
-    if least is None:
-        return InfeasibleError(
-            "no layout of this model divides evenly over these meshes and this batch.",
-            budget_bytes=constraints.memory_bytes,
-            least_bytes=None,
-            what_to_do="Choose another mesh, or a batch that the mesh divides.",
-        )
+    deadline = answer_deadline(planner)
+    result = known if known is not None and known.least is not None else None
+    if result is None:
+        result = least_memory_run(planner, meshes, counts, modes, constraints, gap=NEAR, deadline=deadline)
+    if result.least is None and math.isinf(result.bound_bytes):
+        return None
+    # The search proved that no plan fits: the cap is a bound too.
+    bound_bytes = max(math.floor(result.bound_bytes), constraints.memory_bytes)
+    least = result.least
+    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, deadline)
     return InfeasibleError(
         budget_bytes=constraints.memory_bytes,
-        least_bytes=math.ceil(least.nbytes),
-        largest_tensors=_largest_tensors(least),
-        enough=_large_enough_cluster(planner, modes[-1], constraints, larger),
+        least_bytes=None if least is None else math.ceil(least.nbytes),
+        bound_bytes=None if result.is_within(NEAR) else bound_bytes,
+        largest_tensors=() if least is None else _largest_tensors(least),
+        enough=enough.name,
+        remedies=_remedies(planner, counts, modes, more_devices=enough.may_help and enough.name is None),
     )
+
+
+def find_infeasible(
+    planner: RunPlanner,
+    meshes: Sequence[MeshSpec],
+    counts: Sequence[int],
+    modes: Sequence[str],
+    constraints: SearchConstraints,
+    *,
+    has_pipelines: bool,
+) -> LeastMemoryResult | None:
+    """Return the least memory where it is quickly proved that no plan fits; None where a plan may fit.
+
+    The proof is a bound in closed form, or, where this is near the cap, a short search for the least memory. The result
+    is of that search; without one it is a bound alone. If the job may have pipeline stages (``has_pipelines``), only
+    the bound on parameters and optimizer states is a proof.
+    """
+    cap = constraints.memory_bytes
+    some_run = planner.run_of(meshes[0], counts[0], modes[-1])
+    static_bytes = planner.least_static_bytes(some_run)
+    if static_bytes > cap:
+        return LeastMemoryResult(least=None, bound_bytes=static_bytes)
+    if has_pipelines:
+        return None
+    # Runs of large micro-batches come first: the search needs their structures anyway.
+    runs = all_runs(planner, meshes[:1], counts, modes[::-1])
+    lowest_bytes = math.inf
+    for run in runs:
+        lowest_bytes = min(lowest_bytes, planner.least_memory_bytes(run))
+        if lowest_bytes <= cap * _TIGHT:
+            return None
+    if lowest_bytes > cap:
+        return LeastMemoryResult(least=None, bound_bytes=lowest_bytes)
+    search = LeastMemorySearch(planner, constraints.restrict, gap=NEAR, deadline=time.perf_counter() + _CHECK_S)
+    result = search.run(all_runs(planner, meshes, counts, modes), enough_bytes=cap)
+    return result if result.bound_bytes > cap else None
+
+
+def answer_deadline(planner: RunPlanner) -> float:
+    """Return the time of `time.perf_counter` by which a refusal should be answered."""
+    return time.perf_counter() + max(_ANSWER_S - sum(planner.clock.spent.values()), _LEAST_S)
 
 
 def least_memory_run(
@@ -86,81 +128,32 @@ def least_memory_run(
     meshes: Sequence[MeshSpec],
     counts: Sequence[int],
     modes: Sequence[str],
-    restrict: Restrict,
+    constraints: SearchConstraints,
     *,
-    gap: float = _EXACT,
-) -> LeastMemory | None:
-    """Return the decision with the least memory over all runs, to a relative gap; None if no run has a layout."""
-    runs = [planner.run_of(*each) for each in itertools.product(meshes, counts, modes)]
-    return _least(planner, runs, restrict, gap=gap)[0]
+    gap: float,
+    deadline: float | None = None,
+) -> LeastMemoryResult:
+    """Return the decision with the least memory over all runs of a search space, to a relative gap."""
+    search = LeastMemorySearch(planner, constraints.restrict, gap=gap, deadline=deadline)
+    return search.run(all_runs(planner, meshes, counts, modes))
 
 
-def _least(
-    planner: RunPlanner,
-    runs: Sequence[Run],
-    restrict: Restrict,
-    enough_bytes: float | None = None,
-    *,
-    gap: float = _NEAR,
-) -> tuple[LeastMemory | None, float]:
-    """Return the decision with the least memory over all ``runs``, and a lower bound in bytes per device on all runs.
+class _LargerCluster(NamedTuple):
+    """The outcome of the search for a larger cluster.
 
-    The search is best first. A run's bound is first that of its structure, then that of its relaxation, and last the
-    memory of its solution.
-
-    Args:
-        planner: the planner of the runs.
-        runs: the runs to compare.
-        restrict: mesh -> the choices that are allowed on it.
-        enough_bytes: bytes per device that are enough: the first decision within them is returned, or None if there is
-            no such decision. Without it the search ends at the least memory.
-        gap: relative gap to which each run is solved.
+    Attributes:
+        name: the smallest cluster on which a plan was found to fit; None: none was found.
+        may_help: False where more devices were found to change little.
     """
-    numbers = itertools.count()
-    heap: list[tuple[float, int, Run, LeastMemory | None]] = [
-        (planner.least_memory_bytes(run), next(numbers), run, None) for run in runs
-    ]
-    heapq.heapify(heap)
-    relaxed: set[Run] = set()
-    while heap:
-        bound_bytes, _, run, least = heapq.heappop(heap)
-        if enough_bytes is not None and bound_bytes > enough_bytes:
-            return None, bound_bytes
-        if least is not None:
-            return least, bound_bytes
-        if run in relaxed:
-            least = _least_of_run(planner, run, restrict, gap)
-            if least is not None:
-                if enough_bytes is not None and least.nbytes <= enough_bytes:
-                    return least, bound_bytes
-                heapq.heappush(heap, (least.nbytes, next(numbers), run, least))
-            continue
-        relaxed.add(run)
-        formulation = planner.formulate(run, restrict(run.mesh)).formulation
-        relaxed_bytes = None if formulation is None else least_memory_bound(formulation.problem)
-        if relaxed_bytes is not None:
-            heapq.heappush(heap, (relaxed_bytes, next(numbers), run, None))
-    return None, math.inf
+
+    name: str | None
+    may_help: bool
 
 
-def _least_of_run(planner: RunPlanner, run: Run, restrict: Restrict, gap: float) -> LeastMemory | None:
-    """Return the decision of ``run`` with the least memory that DTensor can run; None if there is none."""
-    formulator, structure, formulation = planner.formulate(run, restrict(run.mesh))
-    while formulation is not None:
-        solution = least_memory(formulation.problem, gap)
-        if solution is None:
-            return None
-        assignment, nbytes = solution
-        decision = decision_from_assignment(formulation, assignment)
-        mismatched = planner.mismatched_regions(run, formulation, decision)
-        if not mismatched:
-            return LeastMemory(nbytes=nbytes, run=run, structure=structure, decision=decision)
-        formulation = without_mismatched(formulator, formulation, decision, mismatched)
-    return None
-
-
-def _large_enough_cluster(planner: RunPlanner, mode: str, constraints: SearchConstraints, larger: Larger) -> str | None:
-    """Return the name of the smallest cluster that the job fits on, with 2, 4, 8, ... times the nodes; None if none.
+def _large_enough_cluster(
+    planner: RunPlanner, mode: str, constraints: SearchConstraints, larger: Larger, deadline: float
+) -> _LargerCluster:
+    """Return the smallest cluster that the job fits on, with 2, 4, 8, ... times the nodes.
 
     On each cluster the usual meshes are tried in three micro-batch sizes: the smallest, the smallest that all devices
     divide, and the largest, which accumulates gradients over the fewest micro-batches. The search ends early if twice
@@ -171,27 +164,44 @@ def _large_enough_cluster(planner: RunPlanner, mode: str, constraints: SearchCon
         mode: the checkpointing mode that saves least.
         constraints: the constraints on every plan.
         larger: returns the search space of a larger cluster.
+        deadline: time of `time.perf_counter` at which the search ends without a cluster.
     """
+    if reserve_bytes(planner.cluster.device) > constraints.memory_bytes:
+        return _LargerCluster(None, may_help=False)
     before, per_node = math.inf, planner.cluster.devices_per_node
     for doublings in range(1, _DOUBLINGS + 1):
+        if time.perf_counter() >= deadline:
+            break
         cluster = dataclasses.replace(planner.cluster, nodes=planner.cluster.nodes << doublings)
         meshes, counts = larger(cluster)
         if not counts:
-            return None  # the batch does not divide over so many devices, nor over more
-        larger_planner = RunPlanner(planner.model, planner.job, cluster, planner.batch, planner.clock)
+            return _LargerCluster(None, may_help=False)  # the batch does not divide over so many devices, nor over more
+        larger_planner = RunPlanner(
+            planner.model, planner.job, cluster, planner.batch, planner.clock, share_with=planner
+        )
         even = [count for count in counts if planner.batch // count % cluster.size == 0]
         micro_batch_counts = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
         usual = sorted(meshes, key=lambda mesh: (len(mesh.shape), abs(math.log2(mesh.shape[-1] / per_node))))
-        runs = [
-            larger_planner.run_of(mesh, count, mode) for mesh in usual[:_MESHES_TRIED] for count in micro_batch_counts
-        ]
-        least, bound_bytes = _least(larger_planner, runs, constraints.restrict, constraints.memory_bytes)
-        if least is not None:
-            return cluster.name
-        if bound_bytes > before * _NO_GAIN:
-            return None
-        before = bound_bytes
-    return None
+        runs = all_runs(larger_planner, usual[:_MESHES_TRIED], list(micro_batch_counts), [mode])
+        search = LeastMemorySearch(larger_planner, constraints.restrict, gap=NEAR, deadline=deadline)
+        result = search.run(runs, enough_bytes=constraints.memory_bytes)
+        if result.least is not None and result.least.nbytes <= constraints.memory_bytes:
+            return _LargerCluster(cluster.name, may_help=True)
+        if result.bound_bytes > before * _NO_GAIN:
+            return _LargerCluster(None, may_help=False)
+        before = result.bound_bytes
+    return _LargerCluster(None, may_help=True)
+
+
+def _remedies(planner: RunPlanner, counts: Sequence[int], modes: Sequence[str], *, more_devices: bool) -> list[str]:
+    """Return what the job does not use yet and may need less memory with, for the error's advice."""
+    job = planner.job
+    remedies = ["more devices"] if more_devices else []
+    if job.training and job.micro_batches is not None and counts[-1] < planner.batch:
+        remedies.append("more micro-batches (--micro-batches)")
+    if job.training and "full" not in modes and planner.model.blocks.lists:
+        remedies.append("activation checkpointing (--ac full)")
+    return remedies
 
 
 def _largest_tensors(least: LeastMemory) -> tuple[tuple[str, int], ...]:

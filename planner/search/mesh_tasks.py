@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
+from planner.formulation.formulate import Formulation
 from planner.ilp.relaxation import relax
 from planner.plan.job import Checkpointing
 from planner.pricing.run_spec import Run
@@ -73,9 +74,17 @@ class BoundMesh:
         with planner.clock.stage("solve_s"):
             mesh_bound = bound_mesh(self.mesh, formulation, memory_bytes, min(recompute_s.values(), default=0.0))
             if mesh_bound is None:
-                return BoundedMesh(has_layout=relax(formulation.problem) is not None)
+                return BoundedMesh(has_layout=_has_layout(formulation))
             bounds_s = {ac: mesh_bound.with_recompute(seconds) for ac, seconds in recompute_s.items()}
         return BoundedMesh(has_layout=True, mesh_bound=mesh_bound.without_program(), bounds_s=bounds_s)
+
+
+def _has_layout(formulation: Formulation) -> bool:
+    """Return whether the program has a solution without a cap; True where the solver does not answer in time."""
+    try:
+        return relax(formulation.problem) is not None
+    except SolverError:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

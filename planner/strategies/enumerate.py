@@ -120,6 +120,10 @@ class StrategyTable:
         )
         return tuple(itertools.islice(replicated, 1))
 
+    def runs_replicated(self, region: Region) -> bool:
+        """Return whether ``region`` runs on replicated tensors, as it has to on a mesh of one device."""
+        return bool(self._replicated(region))
+
     # --- verification on the whole mesh --------------------------------------------------------------------------
 
     def runs(self, region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:

@@ -18,6 +18,7 @@ def every_class(root: type[PlannerError] = PlannerError) -> list[type[PlannerErr
 
 EXAMPLES = [
     errors.ModelError("no such layer", what_to_do="look", module="layers.3"),
+    errors.UnsupportedOpError([("aten.conv1d.default", "m.*", "forward")]),
     errors.JobError("batch is 0.", field="batch"),
     errors.PlanFormatError("truncated", file="plan.json", where="line 3"),
     errors.PlanMismatchError("another model", subject="model", expected="a", found="b"),
@@ -70,7 +71,23 @@ def test_infeasible_says_what_would_do() -> None:
         "No plan fits 16.00 GB per device; the least that would do is 23.40 GB (23400000000 bytes) per device; "
         "the largest tensors are lm_head.weight (1.05 GB)."
     )
-    assert "--ac full" in error.what_to_do
+    assert error.what_to_do == "Allow that much memory. Offloading to host memory is not planned here."
+
+
+def test_infeasible_says_what_is_proved_where_the_least_is_not() -> None:
+    error = InfeasibleError(
+        budget_bytes=10**9, least_bytes=12 * 10**9, bound_bytes=10 * 10**9, enough="2x8xtoy",
+        remedies=("more micro-batches (--micro-batches)",),
+    )  # fmt: skip
+    assert "at least 10.00 GB per device are needed, and 12.00 GB (12000000000 bytes) would do" in error.detail
+    assert "use a cluster of 2x8xtoy or more micro-batches" in error.what_to_do
+    assert "--ac" not in error.what_to_do
+
+
+def test_unsupported_ops_are_all_named() -> None:
+    error = errors.UnsupportedOpError([("aten.conv1d.default", "m.*", "forward"), ("aten.x", "", "backward")])
+    assert "2 ops" in error.detail
+    assert "aten.conv1d.default in m.* (forward); aten.x in the root module (backward)" in error.detail
 
 
 def test_importing_the_errors_and_the_job_imports_no_torch() -> None:

@@ -41,7 +41,10 @@ class BlockMemory:
         for ac in modes:
             structure = model.structure(batch, model.grouping(ac))
             saved[ac], alive[ac] = least_saved_bytes(structure, blocks), least_alive_bytes(structure)
-            state_bytes, gradient_bytes = least_state_bytes(structure, job), least_gradient_bytes(structure, job)
+            state_bytes, gradient_bytes = (
+                least_state_bytes(structure.regions, job),
+                least_gradient_bytes(structure, job),
+            )
         return cls(
             batch=batch, state_bytes=state_bytes, gradient_bytes=gradient_bytes, saved_bytes=saved, alive_bytes=alive
         )

@@ -10,7 +10,13 @@ from planner.pricing.run_spec import PIPELINE_AXIS
 
 
 def given_stages(
-    mesh: MeshSpec, planner: str, obstacle: str | None, numbers: Collection[int], micro_batches: Sequence[int]
+    mesh: MeshSpec,
+    planner: str,
+    obstacle: str | None,
+    numbers: Collection[int],
+    micro_batches: Sequence[int],
+    *,
+    executable_only: bool,
 ) -> tuple[int, MeshSpec] | None:
     """Return the number of stages of a mesh and the mesh of one stage; None where it has no axis ``pp``.
 
@@ -20,6 +26,7 @@ def given_stages(
         obstacle: the reason why the job cannot have pipeline stages; None if it can.
         numbers: numbers of stages that the cluster and the model can be split into.
         micro_batches: sizes of micro-batches, in samples, that may be chosen.
+        executable_only: whether only plans that can be run are asked for.
 
     Raises:
         MeshError: the mesh has an axis ``pp``, but no such pipeline can be planned.
@@ -35,10 +42,12 @@ def given_stages(
     if planner != "ilp":
         raise MeshError(f"mesh {mesh}: {planner} plans no pipelines.", what_to_do="Choose the planner ilp.")
     if obstacle is not None:
+        can_ask = (
+            "--no-executable-only (executable_only=False) plans pipelines, which cannot be run here yet; or choose"
+        )
         raise MeshError(
             f"mesh {mesh} asks for a pipeline, and there is none: {obstacle}.",
-            what_to_do="--no-executable-only (executable_only=False) plans pipelines, which cannot be run here yet; or "
-            f"choose a mesh without {PIPELINE_AXIS}.",
+            what_to_do=f"{can_ask if executable_only else 'Choose'} a mesh without {PIPELINE_AXIS}.",
         )
     if stages not in numbers:
         raise MeshError(
@@ -53,13 +62,20 @@ def given_stages(
     return stages, inner
 
 
-def no_pipeline(mesh: str, memory_bytes: int) -> InfeasibleError:
-    """Return the error that no plan on a mesh with stages fits ``memory_bytes`` per device."""
+def no_pipeline(mesh: str, memory_bytes: int, *, more_micro_batches: bool) -> InfeasibleError:
+    """Return the error that no plan on a mesh with stages fits ``memory_bytes`` per device.
+
+    Args:
+        mesh: the mesh as given.
+        memory_bytes: cap on the peak per device.
+        more_micro_batches: whether the job fixes fewer micro-batches than the batch allows.
+    """
     return InfeasibleError(
         f"No pipeline on the mesh {mesh} fits {memory_bytes / 1e9:.2f} GB per device.",
         budget_bytes=memory_bytes,
         least_bytes=None,
-        what_to_do="Choose more stages, more micro-batches or another mesh, or allow more memory.",
+        what_to_do=f"Choose more stages{', more micro-batches' if more_micro_batches else ''} or another mesh, or "
+        "allow more memory.",
     )
 
 

@@ -52,9 +52,25 @@ def test_what_cannot_be_is_refused():
         parse_degrees("tp=two")
     with pytest.raises(MeshError, match="8 devices"):
         price_configuration("llama-3.1-8b", cluster="1x8xh100-sxm-80gb", mesh="fsdp=4")
-    with pytest.raises(MeshError, match="no multiple"):
+    with pytest.raises(MeshError, match=r"do not divide a batch of 12 \(8 or 16 would do\)"):
         price_configuration("llama-3.1-8b", cluster="1x8xh100-sxm-80gb", mesh="fsdp=8", batch=12)
     with pytest.raises(JobError, match="ac is"):
         price_configuration("llama-3.1-8b", cluster="1x8xh100-sxm-80gb", mesh="fsdp=8", ac="some")
     with pytest.raises(ModelError, match="no stack"):
         price_configuration("t5-large", cluster="1x8xh100-sxm-80gb", mesh="fsdp=8")
+
+
+def test_everything_that_does_not_divide_is_refused_in_one_error():
+    with pytest.raises(MeshError) as caught:
+        price_configuration(
+            {"hf_config": SPARSE}, cluster="1x8xh100-sxm-80gb", mesh="ep=3,cp=8,tp=3", seq=4097, batch=3, micro_batch=2
+        )
+    text = str(caught.value)
+    listed = ("tp=3 does not divide 32 heads", "cp=8 does not divide a sequence", "ep=3 does not divide 128 experts")
+    for words in (*listed, "do not divide a batch of 3", "24 ranks"):
+        assert words in text
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(JobError, match="below 1"):
+        price_configuration("llama-3.1-8b", cluster="1x8xh100-sxm-80gb", mesh="fsdp=8", batch=0)

@@ -63,8 +63,10 @@ def test_least_memory_is_the_smallest_peak(problem: Problem) -> None:
     found = least_memory(problem)
     assert (found is None) == (not peaks)
     if found is not None:
-        assert found[1] == pytest.approx(min(peaks), rel=2e-4)
-        assert found[1] == peak_bytes(totals(problem, found[0]))
+        assert found.nbytes == pytest.approx(min(peaks), rel=2e-4)
+        assert found.bound_bytes <= min(peaks) * (1 + 1e-6)
+        assert found.assignment is not None
+        assert found.nbytes == peak_bytes(totals(problem, found.assignment))
 
 
 @given(problem=problems())
