@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from support.architectures import ARCHITECTURES, SEQ
 from support.random_problems import problems
-from tied import TiedProblem
+from folded.tied import TiedProblem
 from torch import nn
 
 from planner.formulation.estimate import itemise

@@ -1,10 +1,10 @@
 """The cost of folding equal blocks: the folded program against the program in which every block has its own choices.
 
-    python benchmarks/folding.py                    # six models of 8 layers, without and with a binding memory cap
-    python benchmarks/folding.py --model gpt2 --layers 4 --without-cap
+    cd benchmarks && python -m folded.compare    # six models of 8 layers, without and with a binding memory cap
+    cd benchmarks && python -m folded.compare --model gpt2 --layers 4 --without-cap
 
-Three programs of one model on one mesh are solved: folded; unfolded with equal blocks tied to equal choices (`tied`),
-whose optimum must equal the folded one; and unfolded without ties ("free"), which may be faster. Every solution is
+Three programs of one model on one mesh are solved: folded; unfolded with equal blocks tied to equal choices
+(`folded.tied`), whose optimum must equal the folded one; and unfolded without ties ("free"), which may be faster. Every solution is
 written as a plan, read back and priced by the estimator. The table also has the plan with ``heterogeneous_blocks``,
 whose first k blocks may differ from the rest. For this plan and for the folded one, it has a bound on how much slower
 they are than any unfolded plan. Exit code 1 where figures differ that must be equal.
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from baselines import DEFAULT_SEQ, SEQ
 from rich.console import Console
 from rich.table import Table
-from tied import TiedProblem
 from torch import nn
 
 from api.requests.model_configs import find_config
 from api.requests.model_registry import load_model, quiet_libraries
 from cost_model.layouts.layout import MeshSpec
+from folded.tied import TiedProblem
 from planner.errors import SolverError
 from planner.formulation.decision import Decision, decision_from_assignment, decision_from_plan
 from planner.formulation.estimate import estimate

@@ -1,0 +1,1 @@
+"""The cost of folding equal blocks: `compare` solves folded and unfolded programs, `tied` ties a problem's nodes."""
