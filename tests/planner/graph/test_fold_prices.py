@@ -7,13 +7,13 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import folding
 import pytest
 import torch
+from folded import compare as folding
+from folded.tied import TiedProblem
 from hypothesis import given, settings
 from support.architectures import ARCHITECTURES, SEQ
 from support.random_problems import problems
-from folded.tied import TiedProblem
 from torch import nn
 
 from planner.formulation.estimate import itemise
