@@ -6,7 +6,7 @@ import math
 
 from api.render.run_cost import cluster_of
 from api.render.text import duration, fold, percent, significant, size, table
-from planner.plan.estimate import BaselinePrice, Perturbation, SolverReport
+from planner.plan.estimate import BaselinePrice, Estimate, Perturbation, SolverReport
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.stated_errors import stated_error
 
@@ -27,14 +27,26 @@ def comparison_lines(plan: ShardingPlan) -> list[str]:
     if not plan.baselines or plan.estimate is None:
         return []
     estimate = plan.estimate
+    same = next((price for price in plan.baselines if _is_same(price, plan, estimate)), None)
+    name = "  this plan" if same is None else f"  this plan ({_name(same)})"
     rows = [("Compared with", "", "step", "memory", "")]
-    rows.append(("  this plan", str(plan.mesh), duration(estimate.step_time_s), size(estimate.peak_memory_bytes), ""))
-    rows += [_row(price, plan, estimate.step_time_s) for price in plan.baselines]
+    rows.append((name, str(plan.mesh), duration(estimate.step_time_s), size(estimate.peak_memory_bytes), ""))
+    rows += [_row(price, plan, estimate.step_time_s) for price in plan.baselines if price is not same]
     return table(rows, "<<>><", indent="")
 
 
+def _is_same(price: BaselinePrice, plan: ShardingPlan, estimate: Estimate) -> bool:
+    """Return whether a baseline is the plan itself: its mesh, seconds and bytes are the plan's."""
+    figures = (price.mesh, price.step_time_s, price.peak_memory_bytes)
+    return figures == (str(plan.mesh), estimate.step_time_s, estimate.peak_memory_bytes)
+
+
+def _name(price: BaselinePrice) -> str:
+    return NAMES.get(price.name, price.name)
+
+
 def _row(price: BaselinePrice, plan: ShardingPlan, step_s: float) -> tuple[str, str, str, str, str]:
-    name = f"  {NAMES.get(price.name, price.name)}"
+    name = f"  {_name(price)}"
     memory = "-" if price.peak_memory_bytes is None else size(price.peak_memory_bytes)
     if price.step_time_s is not None:
         return name, price.mesh, duration(price.step_time_s), memory, _difference(price.step_time_s, plan, step_s)

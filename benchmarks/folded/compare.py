@@ -5,9 +5,9 @@
 
 Three programs of one model on one mesh are solved: folded; unfolded with equal blocks tied to equal choices
 (`folded.tied`), whose optimum must equal the folded one; and unfolded without ties ("free"), which may be faster.
-Every solution is written as a plan, read back and priced by the estimator. The table also has the plan with ``heterogeneous_blocks``,
-whose first k blocks may differ from the rest. For this plan and for the folded one, it has a bound on how much slower
-they are than any unfolded plan. Exit code 1 where figures differ that must be equal.
+Every solution is written as a plan, read back and priced by the estimator. The table also has the plan with
+``heterogeneous_blocks``, whose first k blocks may differ from the rest. For this plan and for the folded one, it has a
+bound on how much slower they are than any unfolded plan. Exit code 1 where figures differ that must be equal.
 """
 
 from __future__ import annotations
