@@ -143,12 +143,14 @@ class PlanningSession:
         Raises:
             PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
+        started = time.perf_counter()
         plan, known = self._plan_or_least_memory(planner, mesh, memory_bytes or self._memory_bytes)
         if plan is None and self._stages(mesh, planner) is not None:
             more = self.job.micro_batches is not None and self.job.micro_batches < self._batch
             raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes, more_micro_batches=more)
         if plan is None:
-            raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes or self._memory_bytes, known)
+            meshes = self._meshes(mesh, planner)
+            raise self._infeasibility(meshes, planner, memory_bytes or self._memory_bytes, started, known)
         return plan
 
     def plan_if_any(
@@ -323,14 +325,26 @@ class PlanningSession:
         return restrict if name in baselines.NAMES else pins.on
 
     def _infeasibility(
-        self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int, known: LeastMemoryResult | None
+        self,
+        meshes: Sequence[MeshSpec],
+        name: str,
+        memory_bytes: int,
+        started: float,
+        known: LeastMemoryResult | None,
     ) -> PlannerError:
         """Return the error for a planner without a plan: the least memory, or what has no layout."""
         pins, counts, modes = self._pins(meshes), self._counts_for(name), modes_of(self._analysis, self.job.ac)
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._planner, meshes, counts, modes, constraints, lambda other: self._space(name, other), known
+                self._planner,
+                meshes,
+                counts,
+                modes,
+                constraints,
+                lambda other: self._space(name, other),
+                started=started,
+                known=known,
             )
             if report is None or report.least_bytes is None:
                 unsupported = unsupported_ops(self._analysis.base, self._planner.table)
