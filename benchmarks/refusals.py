@@ -60,7 +60,7 @@ class Answer:
         wall_s, cpu_s: seconds of the process, imports included.
         code: exit code; -1: it was stopped after `TIME_LIMIT_S`.
         least_bytes, bound_bytes: of a refusal; None where it names none.
-        text: the plan's mesh and step time, or the error's detail.
+        text: the plan's step time, or the error's detail.
     """
 
     wall_s: float
@@ -88,10 +88,7 @@ def ask(case: Case, cap_gb: float) -> Answer:
     error = document.get("error")
     if error is None:
         step_s = document["estimate"]["step_time_s"]
-        mesh = (
-            ",".join(f"{name}={size}" for name, size in document["mesh"]["axes"]) if "axes" in document["mesh"] else ""
-        )
-        return Answer(wall_s=wall_s, cpu_s=cpu_s, code=done.returncode, text=f"{mesh} {step_s:.3f} s")
+        return Answer(wall_s=wall_s, cpu_s=cpu_s, code=done.returncode, text=f"{step_s:.3f} s a step")
     return Answer(
         wall_s=wall_s,
         cpu_s=cpu_s,

@@ -72,6 +72,7 @@ class PlanningSession(TracedJob):
         Raises:
             PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
+        started = time.perf_counter()
         memory_bytes = memory_bytes or self._memory_bytes
         plan = self._plan_or_least_memory(planner, mesh, memory_bytes, tolerance=tolerance)
         if isinstance(plan, ShardingPlan):
@@ -79,7 +80,7 @@ class PlanningSession(TracedJob):
         if self._stages(mesh, planner) is not None:
             more = self.job.micro_batches is not None and self.job.micro_batches < self._batch
             raise no_pipeline(str(mesh), memory_bytes, more_micro_batches=more)
-        raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes, known=plan)
+        raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes, started, known=plan)
 
     def plan_if_any(
         self,
@@ -287,7 +288,12 @@ class PlanningSession(TracedJob):
         return find_infeasible(self._planner, meshes, counts, modes, constraints, has_pipelines=has_pipelines)
 
     def _infeasibility(
-        self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int, known: LeastMemoryResult | None
+        self,
+        meshes: Sequence[MeshSpec],
+        name: str,
+        memory_bytes: int,
+        started: float,
+        known: LeastMemoryResult | None,
     ) -> PlannerError:
         """Return the error for a planner without a plan: the least memory, or what has no layout."""
         pins, modes = self._pins(meshes), modes_of(self._analysis, self.job.ac)
@@ -295,7 +301,14 @@ class PlanningSession(TracedJob):
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._planner, meshes, counts, modes, constraints, lambda other: self._space.on(name, other), known
+                self._planner,
+                meshes,
+                counts,
+                modes,
+                constraints,
+                lambda other: self._space.on(name, other),
+                started=started,
+                known=known,
             )
             if report is None or report.least_bytes is None:
                 unsupported = unsupported_ops(self._analysis.base, self._planner.table)

@@ -47,6 +47,8 @@ def infeasibility_report(
     modes: Sequence[str],
     constraints: SearchConstraints,
     larger: Larger,
+    *,
+    started: float,
     known: LeastMemoryResult | None = None,
 ) -> InfeasibleError | None:
     """Return the error that no plan fits. It says which memory per device, or which larger cluster, would be enough.
@@ -60,9 +62,10 @@ def infeasibility_report(
         modes: checkpointing modes that were searched, the one that saves least last.
         constraints: the constraints that no plan meets.
         larger: returns the search space of a larger cluster.
+        started: time of `time.perf_counter` at which the request came.
         known: the least memory, as `find_infeasible` returns it; None: not known.
     """
-    deadline = answer_deadline(planner)
+    deadline = _deadline(planner, started)
     result = known if known is not None and known.least is not None else None
     if result is None:
         result = least_memory_run(planner, meshes, counts, modes, constraints, gap=NEAR, deadline=deadline)
@@ -118,9 +121,10 @@ def find_infeasible(
     return result if result.bound_bytes > cap else None
 
 
-def answer_deadline(planner: RunPlanner) -> float:
-    """Return the time of `time.perf_counter` by which a refusal should be answered."""
-    return time.perf_counter() + max(_ANSWER_S - sum(planner.clock.spent.values()), _LEAST_S)
+def _deadline(planner: RunPlanner, started: float) -> float:
+    """Return the time of `time.perf_counter` by which a refusal of a request from ``started`` should be answered."""
+    answer_s = _ANSWER_S - planner.clock.spent.get("trace_s", 0.0)
+    return max(started + answer_s, time.perf_counter() + _LEAST_S)
 
 
 def least_memory_run(
