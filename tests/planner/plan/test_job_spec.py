@@ -101,7 +101,7 @@ def test_headroom_counts_where_no_cap_is_given() -> None:
     assert (job.headroom, job.memory_bytes, job.cap_bytes(1_000_000)) == (0.08, None, 920_000)
     capped = job_of(JobSpec(cluster="1x8xtoy", memory_gb=0.001), batch=4, flash_attention=None)
     assert (capped.headroom, capped.memory_bytes, capped.cap_bytes(5_000_000)) == (0.0, 1_000_000, 1_000_000)
-    with pytest.raises(JobError, match="headroom is 1.5"):
+    with pytest.raises(JobError, match=r"headroom is 1\.5"):
         Job(headroom=1.5)
 
 
