@@ -21,8 +21,9 @@ communicators of 250 MB."""
 
 ALLOCATOR_SHARE = 0.05
 """Share of the device's memory that fragmentation makes unusable for the caching allocator. Assumed, 2026-11:
-torchtitan reserved 1.20 times its active bytes where memory was plentiful (row M0934 of memory.csv), but the allocator
-frees cached blocks when memory is short."""
+in 94 published runs of trust A the reserved bytes are above the priced allocated bytes by 8 % of the device (median; by
+up to 21 % but for one run, benchmarks/published_memory.py), but the allocator frees cached blocks when memory is
+short."""
 
 
 RESERVE_ROLES = ("allocator", "context")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from planner.errors import SolverError
 from planner.plan.estimate import BaselinePrice
 from planner.run.run_results import Candidate
 from planner.search.branch_and_bound import Incumbent, SearchResult, SearchSpec
-from planner.search.infeasibility import answer_deadline, least_memory_run
+from planner.search.infeasibility import least_memory_run
 from planner.search.mesh_search import MeshSearch
 from planner.search.worker_context import Restrict
 
@@ -26,6 +27,9 @@ INFERENCE = ("ddp", "tp")
 
 _LEAST_MEMORY_GAP = 0.01
 """Relative gap to which the least memory of a baseline that does not fit is solved."""
+
+_LEAST_MEMORY_S = 1.5
+"""Seconds for the least memory of a baseline that does not fit; what was found by then is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,7 @@ def _price(name: str, plan: Candidate) -> BaselinePrice:
 
 def _least_memory(spec: SearchSpec, name: str, meshes: Sequence[tuple[MeshSpec, list[int]]]) -> BaselinePrice:
     """Return the price of a baseline that does not fit: its least memory, and the run that has it."""
-    deadline = answer_deadline(spec.planner)
+    deadline = time.perf_counter() + _LEAST_MEMORY_S
     results = [
         least_memory_run(
             spec.planner,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import accuracy
+import published_memory
 import pytest
 from published.frameworks.assumptions import assumptions_of
 from published.frameworks.configuration import UnknownConfigurationError, configuration_of
@@ -100,6 +101,24 @@ def test_every_file_is_priced(folder: Path) -> None:
         assert found[0].predicted is not None
         assert 0.3 < found[0].predicted / found[0].measured < 3  # the invented figures are of the right size
         assert found[0].split == "validation"
+
+
+def test_published_peaks_are_listed_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "memory.csv", [MEMORY])
+    ((peak,), left_out) = published_memory.peaks(tmp_path)
+    assert left_out == {}
+    exact, low = f"{peak.priced:.6f}", f"{peak.priced / 0.91:.6f}"
+    cases = [{**MEMORY, "value_gib": exact}, {**MEMORY, "value_gib": low}, {**MEMORY, "layers": ""}]
+    write(tmp_path, "memory.csv", [*cases, {**MEMORY, "trust": "B"}])
+    assert published_memory.main(["--truth", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["R1", "R0"], "the most underpriced first"
+    assert "-9.0%" in lines[1]
+    assert [line.endswith("yes") or "yes, above kept" in line for line in lines[1:3]] == [True, False]
+    assert any(line.startswith("left out: R2: dimensions not stated: layers") for line in lines)
+    assert "under by more than 8% of the measured peak: 1 (R1)" in lines
+    write(tmp_path, "memory.csv", cases[:1])
+    assert published_memory.main(["--truth", str(tmp_path)]) == 0
 
 
 def test_a_sweep_of_the_cluster_prices_the_size_that_was_left_out(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from cost_model.configuration.memory import step_memory
+from cost_model.configuration.memory import StepMemory, step_memory
+from cost_model.hardware.cluster import ClusterSpec
 from cost_model.kernels.step_constants import StepConstants
 from published.frameworks.assumptions import assumptions_of
 from published.frameworks.configuration import UnknownConfigurationError, configuration_of
@@ -20,14 +22,42 @@ ALLOCATED = ("allocated", "peak active", "peak allocated", "rank-0 peak", "wandb
 """Starts of ``mem_stat`` for allocated (or active) bytes, which Megatron prints. All others are for reserved bytes."""
 
 
+LEFT_OUT = (UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError)
+"""Exceptions whose message is the reason why a row is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMemory:
+    """A row's memory as the model prices it.
+
+    Attributes:
+        memory: the phases of a step on the rank that the row is about.
+        prints_reserved: whether the row prints reserved bytes; False: allocated or active bytes.
+        size: size class of the model.
+        note: the framework's assumptions.
+    """
+
+    memory: StepMemory
+    cluster: ClusterSpec
+    prints_reserved: bool
+    size: str
+    note: str
+
+    @property
+    def printed(self) -> float:
+        """Bytes of what the row prints."""
+        return self.memory.reserved if self.prints_reserved else self.memory.allocated
+
+
+def dated_rows(folder: Path) -> list[dict[str, str]]:
+    """Return every row of the file, with the date of its source."""
+    dates = {row["row_id"]: row["source_date"] for row in read(folder, "training_runs.csv")}
+    return [{**row, "source_date": dates.get(row["source_row"].rpartition(":")[2], "")} for row in read(folder, FILE)]
+
+
 def price(folder: Path, constants: StepConstants | None = None) -> list[PricedRow]:
     """Return every row of the file, priced or left out with a reason."""
-    dates = {row["row_id"]: row["source_date"] for row in read(folder, "training_runs.csv")}
-    rows = read(folder, FILE)
-    return [
-        price_row({**row, "source_date": dates.get(row["source_row"].rpartition(":")[2], "")}, constants)
-        for row in rows
-    ]
+    return [price_row(row, constants) for row in dated_rows(folder)]
 
 
 def price_row(row: Mapping[str, str], constants: StepConstants | None = None) -> PricedRow:
@@ -36,22 +66,22 @@ def price_row(row: Mapping[str, str], constants: StepConstants | None = None) ->
         **run_tags(row),
         "checkpointing": row.get("act_ckpt", "") or "not stated",
     }
-    measured = _measured_gib(row)
+    measured = measured_gib(row)
     checks = (4,) if row["kind"] == "measured" and row["trust"] == "A" else ()
     try:
-        predicted, size, note = _price(row, measured, constants)
-    except (UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError) as error:
+        priced = memory_of(row, constants)
+    except LEFT_OUT as error:
         return PricedRow(
             file=FILE, row_id=row["row_id"], quantity="peak_mem_gib", source=row["source"], measured=measured or 0.0,
             predicted=None, left_out=str(error), tags=tags, checks=checks,
         )  # fmt: skip
     return PricedRow(
         file=FILE, row_id=row["row_id"], quantity="peak_mem_gib", source=row["source"], measured=measured or 0.0,
-        predicted=predicted, tags={**tags, "size": size}, checks=checks, assumed=(note,),
+        predicted=priced.printed / GIB, tags={**tags, "size": priced.size}, checks=checks, assumed=(priced.note,),
     )  # fmt: skip
 
 
-def _measured_gib(row: Mapping[str, str]) -> float | None:
+def measured_gib(row: Mapping[str, str]) -> float | None:
     """Return the measured GiB; a value "as printed" is converted from the framework's gigabyte."""
     measured, assumed = number(row, "value_gib"), assumptions_of(row)
     if measured and assumed is not None and "as printed" in row.get("mem_stat", ""):
@@ -59,10 +89,16 @@ def _measured_gib(row: Mapping[str, str]) -> float | None:
     return measured
 
 
-def _price(row: Mapping[str, str], measured: float | None, constants: StepConstants | None) -> tuple[float, str, str]:
+def memory_of(row: Mapping[str, str], constants: StepConstants | None = None) -> RowMemory:
+    """Return the memory of a row.
+
+    Raises:
+        UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError: the row is left out, see
+            `LEFT_OUT`.
+    """
     if row["kind"] != "measured":
         raise UnknownConfigurationError(f"kind {row['kind']}: not a measurement")
-    if not measured:
+    if not measured_gib(row):
         raise UnknownConfigurationError("no bytes measured (out of memory, or another unit)")
     if not row["quantity"].startswith("peak"):
         raise UnknownConfigurationError("quantity is not the peak of a step")
@@ -77,6 +113,11 @@ def _price(row: Mapping[str, str], measured: float | None, constants: StepConsta
         rank = parallel.pipeline - 1
     elif "rank-0" in statistic:
         rank = 0
-    memory = step_memory(spec, parallel, cluster_of(row), constants, rank=rank)
-    reserved = "reserved" in row["quantity"] or not statistic.startswith(ALLOCATED)
-    return (memory.reserved if reserved else memory.allocated) / GIB, size_class(spec), assumed.note
+    cluster = cluster_of(row)
+    return RowMemory(
+        memory=step_memory(spec, parallel, cluster, constants, rank=rank),
+        cluster=cluster,
+        prints_reserved="reserved" in row["quantity"] or not statistic.startswith(ALLOCATED),
+        size=size_class(spec),
+        note=assumed.note,
+    )
