@@ -139,11 +139,23 @@ def test_reasons_for_not_running(llama: tuple[PlanningSession, ShardingPlan]) ->
     assert verification_of(None, plan, session.inputs).outcome == "not-run"
     random_plan = session.plan(planner="random:0", mesh="dp=2,tp=2")
     assert verification_of(session.module, random_plan, session.inputs).reason == "a random plan is not verified"
+
+
+def test_a_process_group_of_the_caller_is_left_alone(llama: tuple[PlanningSession, ShardingPlan]) -> None:
+    session, plan = llama
     with fake_process_group(3):
         verification = verification_of(session.module, plan, session.inputs)
         assert dist.get_world_size() == 3
     assert verification.outcome == "not-run"
     assert "process group (fake) is initialised" in str(verification.reason)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        verification = verification_of(session.module, plan, session.inputs)
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()
+    assert verification.outcome == "not-run"
+    assert "process group (gloo) is initialised" in str(verification.reason)
 
 
 class NoLoss(nn.Module):
