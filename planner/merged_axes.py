@@ -60,6 +60,8 @@ def with_merged_axes(
         if mesh is None or not _may_take(mesh, limit_s, report):
             break
         run = dataclasses.replace(chosen.run, mesh=mesh, batch_axes=planner.batch_axes(mesh))
+        if not constraints.allows(run):
+            break
         try:
             merged = planner.solve(
                 run,
