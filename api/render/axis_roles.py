@@ -63,7 +63,9 @@ def _sentence(plan: ShardingPlan, use: AxisUse) -> str:
         return _context_sentence(plan, use, weights)
     if use.role == "fsdp":
         return _sharded_sentence(plan, use, weights)
-    return "splits the batch; every rank has whole weights (DP)" if use.role == "dp" else REPEATS
+    if use.role == "dp":
+        return "splits the batch; every rank has whole weights (DP)"
+    return REPEATS if plan.input_plan or plan.output_plan else "splits no weight; the plan has no layouts of tensors"
 
 
 def _sharded_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) -> str:

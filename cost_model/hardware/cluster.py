@@ -143,7 +143,7 @@ class ClusterSpec:
             raise ClusterError(
                 f"cannot read cluster file {path}: {error.strerror}; give the path of a file that exists"
             ) from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError) as error:  # not UTF-8, or no path at all
             raise ClusterError(f"cluster file {path} is not YAML: {error}; correct the file") from error
         try:
             return cls.from_dict(as_mapping(data, "the file"), folder=path.parent)

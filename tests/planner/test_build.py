@@ -22,12 +22,12 @@ def session() -> PlanningSession:
     return PlanningSession(model, cluster="1x4xtoy", batch=8, seq=16, dtype="fp32", ac="none")
 
 
-def failing_on(meshes: set[str], tried: list[ShardingPlan]) -> Any:
-    """Return a stand-in for `verification_of`, under which plans on ``meshes`` do not run."""
+def failing_on(shapes: set[tuple[int, ...]], tried: list[ShardingPlan]) -> Any:
+    """Return a stand-in for `verification_of`, under which plans on meshes of ``shapes`` do not run."""
 
     def verification_of(module: nn.Module, plan: ShardingPlan, inputs: object) -> Verification:
         tried.append(plan)
-        if str(plan.mesh.spec) in meshes:
+        if plan.mesh.shape in shapes:
             raise RunError("aten.view fails.", module="model.layers.0", op="aten.view([2, 3])")
         return Verification(outcome="as-planned", kinds=1)
 
@@ -60,25 +60,25 @@ def _mlp_inputs() -> dict[str, Any]:
 def test_a_plan_that_does_not_run_is_left_out(session: PlanningSession, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[ShardingPlan] = []
     best = session.plan()
-    run = (str(best.mesh.spec), best.micro_batches, best.job.ac)
+    run = (best.mesh.shape, best.micro_batches, best.job.ac)
     monkeypatch.setattr(build, "verification_of", failing_on({run[0]}, tried))
     try:
         plan = verified_plan(session)
     except RunError:  # the next best plans are on this mesh, too
         plan = None
-    keys = [(str(item.mesh.spec), item.micro_batches, item.job.ac) for item in tried]
+    keys = [(item.mesh.shape, item.micro_batches, item.job.ac) for item in tried]
     assert keys[0] == run
     assert len(set(keys)) == len(keys) > 1
     times = [item.estimate.step_time_s for item in tried if item.estimate is not None]
     assert times == sorted(times)
-    assert plan is None or str(plan.mesh.spec) != run[0]
+    assert plan is None or plan.mesh.shape != run[0]
 
 
 def test_three_failures_are_an_error_that_names_the_first(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[ShardingPlan] = []
-    monkeypatch.setattr(build, "verification_of", failing_on({"dp=4", "dp=2,tp=2", "tp=4", "dp=1,tp=4"}, tried))
+    monkeypatch.setattr(build, "verification_of", failing_on({(4,), (2, 2)}, tried))
     with pytest.raises(RunError, match=r"no plan was found that runs as planned: 3 plans.*aten\.view fails") as raised:
         verified_plan(session)
     assert raised.value.exit_code == 4
@@ -90,6 +90,6 @@ def test_the_only_run_of_a_job_that_fails_is_an_error(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {"cluster": "1x4xtoy", "batch": 8, "seq": 16, "dtype": "fp32", "ac": "none", "micro_batches": 1}
-    monkeypatch.setattr(build, "verification_of", failing_on({"dp=2,tp=2"}, []))
+    monkeypatch.setattr(build, "verification_of", failing_on({(2, 2)}, []))
     with pytest.raises(RunError, match="the only plan does"):
         build_plan(make_model("llama").to("meta"), mesh="dp=2,tp=2", **job)

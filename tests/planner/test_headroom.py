@@ -85,7 +85,8 @@ def test_the_print_shows_peak_cap_headroom_and_capacity(
 ) -> None:
     plan = session(model, headroom=0.25).plan(mesh="dp=4")
     show_plan(plan, Console(width=200))
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("peak ")]
-    assert line.strip().endswith("of 48.00 MB allowed, 25 % headroom of 64.00 MB")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory ")]
+    assert " of 64.0 MB " in line
+    assert line.endswith("headroom of 25 % kept")
     show_plan(dataclasses.replace(plan, job=dataclasses.replace(plan.job, headroom=0.0)), Console(width=200))
     assert "headroom" not in capsys.readouterr().out

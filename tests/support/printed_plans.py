@@ -52,7 +52,8 @@ def fsdp_plan() -> ShardingPlan:
             "parameters": 2_140_000_000,
             "gradients": 2_010_000_000,
             "transient": 4_330_000_000,
-            "reserve": 4_500_000_000,
+            "allocator": 2_700_000_000,
+            "context": 1_800_000_000,
         },
         collectives=(
             CollectiveEstimate(
@@ -118,7 +119,7 @@ def decoding_plan() -> ShardingPlan:
         exposed_communication_s=0.002,
         model_flops=2.3e12,
         host_s=0.18,
-        peak_memory_bytes=79_900_000_000,
+        peak_memory_bytes=84_900_000_000,
         memory={"parameters": 17_600_000_000, "kv_cache": 62_000_000_000, "transient": 300_000_000},
         collectives=(),
     )

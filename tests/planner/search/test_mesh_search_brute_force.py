@@ -22,7 +22,7 @@ MODES = {"mlp": ("none",)}
 
 
 class Tried(NamedTuple):
-    """One run: its mesh, its number of micro-batches, its checkpointing, and the seconds of its best plan."""
+    """One run: sizes of its mesh, number of micro-batches, checkpointing, and the seconds of its best plan."""
 
     mesh: str
     micro_batches: int
@@ -38,7 +38,7 @@ def session_of(family: str, cluster: str, memory_gb: float | None, **run: Any) -
 def tried(plan: ShardingPlan) -> Tried:
     assert plan.estimate is not None
     ac = next(iter(plan.activation_checkpointing.values()), "none")
-    return Tried(str(plan.mesh), plan.micro_batches, ac, plan.estimate.step_time_s)
+    return Tried(" x ".join(map(str, plan.mesh.shape)), plan.micro_batches, ac, plan.estimate.step_time_s)
 
 
 def binding_gb(family: str, cluster: str, share: float) -> float:

@@ -8,6 +8,7 @@ import pytest
 from support.pipeline_sessions import SLOW, session_of
 from support.searches import pipeline_search, spec_of
 
+from cost_model.layouts.layout import MeshSpec
 from planner.search.branch_and_bound import Incumbent
 from planner.search.mesh_search import MeshSearch
 
@@ -30,4 +31,4 @@ def test_both_find_what_each_finds_alone(cluster: Any) -> None:
     assert plan.solver.bound_s is not None
     assert plan.solver.bound_s <= min(alone.values())
     assert plan.solver.status == "optimal"
-    assert {str(mesh) for mesh in meshes} <= {report.mesh for report in plan.solver.meshes}
+    assert {mesh.shape for mesh in meshes} <= {MeshSpec.parse(report.mesh).shape for report in plan.solver.meshes}

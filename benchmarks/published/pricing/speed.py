@@ -1,6 +1,6 @@
 """Milliseconds to price one parallel configuration of a transformer, time and memory together.
 
-    cd benchmarks && python pricing_speed.py
+    cd benchmarks && python -m published.pricing.speed
 
 The target is 2 ms; Calculon takes 16.5 ms. Every configuration differs from all others, so that no cache has its price.
 The best of several rounds is printed, since other processes may share the core.
