@@ -59,7 +59,8 @@ def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, relaxations
     early, cut, early_bound_s = parts(planned.plan(mesh="dp=2,tp=2"))
     assert cut.status == "time-limit"
     assert early.step_time_s >= best.step_time_s * (1 - planned.job.mip_gap)
-    assert 0 < early_bound_s <= best.step_time_s
+    # The bound is a linear program's, the step time the estimator's: equal sums in another order.
+    assert 0 < early_bound_s <= best.step_time_s * (1 + 1e-12)
     assert early_bound_s <= bound_s * (1 + 2 * planned.job.mip_gap)
     assert cut.gap is not None
     assert cut.objective_s is not None
