@@ -2,7 +2,7 @@
 
     cd benchmarks && python launch.py --list
     cd benchmarks && python launch.py --job 8b-1x8 --job gpt2 --json launch.json
-    cd benchmarks && python launch.py --read launch.json --markdown results/launch.md
+    cd benchmarks && python launch.py --read launch.json --markdown results/launch.md --printouts ../docs/usual-jobs.md
 
 Every job runs in a process of its own. ``--json`` keeps the outcomes of jobs that were run before.
 """
@@ -31,6 +31,7 @@ class LaunchJob:
 
     Attributes:
         seq: tokens of a sequence, in decode in the cache; None: the model has no sequences.
+        judgement: whether an engineer would launch the plan, and what they would change.
     """
 
     name: str
@@ -39,6 +40,14 @@ class LaunchJob:
     batch: int
     seq: int | None
     phase: str = "training"
+    judgement: str = ""
+
+    @property
+    def command(self) -> str:
+        """The command that prints the plan."""
+        seq = "" if self.seq is None else f" --seq {self.seq}"
+        phase = "" if self.phase == "training" else f" --phase {self.phase}"
+        return f"shardplan plan {self.preset} --cluster {self.cluster} --batch {self.batch}{seq}{phase}"
 
 
 JOBS = (
@@ -76,7 +85,9 @@ class Launched:
         behind: perturbation -> relative distance from the best contender under it.
         axes: mesh axes with more than one rank; ``baseline_axes``: of the fastest baseline; None: none fits.
         layouts: number of different (stored, compute) layouts of parameters.
-        cpu_s: processor seconds of tracing and planning.
+        cpu_s: processor seconds of tracing, planning and verifying.
+        verify_s: seconds of verifying.
+        printout: the plan as it is printed.
     """
 
     name: str
@@ -97,6 +108,8 @@ class Launched:
     baseline_axes: int | None = None
     layouts: int = 0
     cpu_s: float = 0.0
+    verify_s: float = 0.0
+    printout: str = ""
 
     @property
     def failures(self) -> list[str]:
@@ -117,8 +130,10 @@ class Launched:
 
 def launch(job: LaunchJob) -> Launched:
     """Return the outcome of a job, planned in this process."""
+    from api.render.plan import plan_lines
     from api.requests.model_registry import load_model, quiet_libraries
     from planner import PlanningSession
+    from planner.build import verified_plan
     from planner.errors import PlannerError
     from planner.plan.job_spec import JobSpec
 
@@ -128,7 +143,7 @@ def launch(job: LaunchJob) -> Launched:
         spec = JobSpec(cluster=job.cluster, batch=job.batch, seq=job.seq, phase=job.phase)  # type: ignore[arg-type]
         try:
             session = PlanningSession(source.module, spec=spec, tp_plan=source.tp_plan)
-            plan = session.plan(tolerance=spec.tolerance)
+            plan = dataclasses.replace(verified_plan(session, tolerance=spec.tolerance), model=job.preset)
         except PlannerError as error:
             return Launched(name=job.name, error=str(error), cpu_s=_cpu_s() - before)
     assert plan.estimate is not None
@@ -158,6 +173,8 @@ def launch(job: LaunchJob) -> Launched:
         baseline_axes=None if best is None else _axes(best.mesh),
         layouts=len({(str(layout), str(plan.compute_plan.get(key, layout))) for key, layout in plan.plan.items()}),
         cpu_s=_cpu_s() - before,
+        verify_s=plan.timings.get("verify_s", 0.0),
+        printout="\n".join(plan_lines(plan, file="plan.json")),
     )
 
 
@@ -226,7 +243,8 @@ def markdown(outcomes: Sequence[Launched]) -> str:
         "",
         *(
             f"- {each.name}: {jobs[each.name].preset}, {jobs[each.name].phase}, {jobs[each.name].cluster}, batch "
-            f"{jobs[each.name].batch}, sequence {jobs[each.name].seq}; planned in {each.cpu_s:.0f} CPU-seconds."
+            f"{jobs[each.name].batch}, sequence {jobs[each.name].seq}; planned in {each.cpu_s:.0f} CPU-seconds, "
+            f"{each.verify_s:.1f} s of it verifying."
             for each in outcomes
         ),
         "",
@@ -241,6 +259,23 @@ def markdown(outcomes: Sequence[Launched]) -> str:
     return "\n".join(lines)
 
 
+def printouts(outcomes: Sequence[Launched]) -> str:
+    """Return a Markdown page with each plan as it is printed, and a judgement."""
+    jobs = {job.name: job for job in JOBS}
+    lines = [
+        "# Usual jobs",
+        "",
+        "The plans of fifteen jobs, as they are printed, each with a judgement: would an engineer launch it, and what "
+        "would they change? `benchmarks/launch.py` writes this page.",
+        "",
+    ]
+    for outcome in outcomes:
+        job = jobs[outcome.name]
+        lines += [f"## {job.preset} on {job.cluster}", "", job.judgement, "", "```text", f"$ {job.command}"]
+        lines += [outcome.error or outcome.printout, "```", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the jobs that the command line names, and print and save their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -249,6 +284,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the outcomes; those of other jobs in it are kept")
     parser.add_argument("--read", type=Path, help="read outcomes from this file; run nothing")
     parser.add_argument("--markdown", type=Path, help="file for the page")
+    parser.add_argument("--printouts", type=Path, help="file for the page of printed plans")
     parser.add_argument("--alone", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     jobs = {job.name: job for job in JOBS}
@@ -269,6 +305,8 @@ def main() -> None:
     page = markdown([outcomes[name] for name in jobs if name in outcomes])
     if options.markdown is not None:
         options.markdown.write_text(page)
+    if options.printouts is not None:
+        options.printouts.write_text(printouts([outcomes[name] for name in jobs if name in outcomes]))
 
 
 if __name__ == "__main__":
