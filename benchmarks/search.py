@@ -47,6 +47,7 @@ def measure(row: Row) -> Outcome:
     from api.requests.model_configs import find_config
     from api.requests.model_registry import load_model, quiet_libraries
     from planner import PlanningSession
+    from planner.build import verified_plan
     from planner.errors import InfeasibleError, SolverError
 
     config = find_config(row.preset, allow_local=False)
@@ -64,7 +65,7 @@ def measure(row: Row) -> Outcome:
                 source.module, cluster=row.cluster, batch=row.batch, seq=row.seq, micro_batches=row.micro_batches,
                 ac=row.ac, executable_only=not row.pipelines, time_limit_s=row.time_limit_s, jobs=row.jobs,
             )  # fmt: skip
-            plan = session.plan(mesh=row.mesh)
+            plan = verified_plan(session, mesh=row.mesh, tolerance=session.spec.tolerance)
         assert plan.estimate is not None
         assert plan.solver is not None
         stages, objective_s, gap = dict(plan.timings), plan.estimate.step_time_s, plan.solver.gap

@@ -10,7 +10,7 @@ from planner.plan.estimate import BaselinePrice, Estimate, Perturbation, SolverR
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.stated_errors import stated_error
 
-NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hsdp": "HSDP", "fsdp-tp": "FSDP x TP"}
+NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hsdp": "HSDP", "fsdp-tp": "FSDP x TP", "tp": "TP"}
 """Name of a baseline in a plan -> its name in text."""
 
 _ASSUMED: dict[Perturbation, str] = {

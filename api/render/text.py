@@ -65,7 +65,8 @@ def percent(fraction: float) -> str:
 def fold(text: str, first: str = "", rest: str | None = None, width: int = WIDTH) -> list[str]:
     """Return ``text`` in lines of at most ``width`` columns.
 
-    Lines break between words; a word that is longer than a line breaks after a dot, a comma or a slash, if it has one.
+    Lines break between words; a word that is longer than a line breaks after a dot, a comma, a slash or an underscore,
+    if it has one.
 
     Args:
         text: the text.
@@ -85,7 +86,7 @@ def _breakable(word: str, room: int) -> str:
     if len(word) <= room:
         return word
     lines, line = [], ""
-    for part in re.findall(r"[^.,/]*[.,/]|[^.,/]+", word):
+    for part in re.findall(r"[^.,/_]*[.,/_]|[^.,/_]+", word):
         if line and len(line) + len(part) > room:
             lines.append(line)
             line = ""
