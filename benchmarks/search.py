@@ -44,6 +44,7 @@ def _cpu_s() -> float:
 
 def measure(row: Row) -> Outcome:
     """Return the outcome of a row, planned in this process."""
+    import executor.verify  # noqa: F401  seconds count from after the imports
     from api.requests.model_configs import find_config
     from api.requests.model_registry import load_model, quiet_libraries
     from planner import PlanningSession

@@ -9,7 +9,7 @@ from typing import Any
 
 GPU, PER_NODE = "h100-sxm-80gb", 8
 LAYERS, DEVICES = (2, 8, 32, 80, 126), (1, 8, 64, 512, 4096, 16384)
-STAGES = ("trace_s", "costs_s", "solve_s", "check_s", "write_s")
+STAGES = ("trace_s", "costs_s", "solve_s", "check_s", "write_s", "verify_s")
 LIMITS_S = (1.0, 5.0, 30.0)
 WITH_EXPERTS = ("mixtral-8x7b", "deepseek-v3")
 
