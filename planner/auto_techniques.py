@@ -3,7 +3,7 @@
 search without techniques
 search with fused ops, which almost always pay: the faster of the two gives the configuration
 on that configuration (mesh, micro-batches, checkpointing): with each of the others, and without each that pays
-search with all that pay, where there are others than fused ops
+`planner.build` then searches with those that pay, for the plan that is given
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def auto_techniques(
         raise JobError("techniques is auto, and a random plan is not optimised.", what_to_do=advice, field="techniques")
     started = time.perf_counter()
     choice = _Choice(_Sessions(model, spec, example_inputs, tp_plan, progress))
-    choice.plan()
+    choice.choose()
     names = choice.names | frozenset(spec.listed_techniques)
     return AutoTechniques(
         spec=dataclasses.replace(spec, techniques=tuple(name for name in TECHNIQUES if name in names)),
@@ -237,8 +237,8 @@ class _Choice:
         self.names: _Names = _NO_NAMES
         self.gains_s: dict[Technique, float | None] = {}
 
-    def plan(self) -> ShardingPlan:
-        """Return the fastest plan with the techniques that pay.
+    def choose(self) -> None:
+        """Set the names of the techniques that pay, and their gains.
 
         Raises:
             PlannerError: there is no plan, even with all techniques.
@@ -248,7 +248,8 @@ class _Choice:
         except InfeasibleError:
             if not self._candidates:
                 raise
-            return self._plan_that_fits()
+            self._choose_to_fit()
+            return
         fused = self._sessions.search_if_any(_FUSED_OPS) if self._candidates >= _FUSED_OPS else None
         if fused is not None and _used(fused) >= _FUSED_OPS and _share(fused, plain) >= LEAST_GAIN:
             self.names, self.gains_s["fused-ops"] = _FUSED_OPS, _fastest_s(plain) - _fastest_s(fused)
@@ -257,16 +258,15 @@ class _Choice:
             first = plain
         others = self._others(first)
         if not others:
-            return first
+            return
         alone, self.names = self.names, self.names | others
-        plan = self._sessions.search(self.names)
-        self._add_gains(others, _Configuration.of_plan(first))
-        if not alone:
-            return plan
-        # Without fused ops, the configuration of the plan without techniques is the one that is known to fit.
-        unfused = self._sessions.plan_at(others, _Configuration.of_plan(plain))
-        self.gains_s["fused-ops"] = None if unfused is None else max(_step_time_s(unfused) - _fastest_s(plan), 0.0)
-        return plan
+        at = _Configuration.of_plan(first)
+        self._add_gains(others, at)
+        if alone:
+            # Without fused ops, the configuration of the plan without techniques is the one that is known to fit.
+            plan = self._sessions.plan_at(self.names, at)
+            unfused = self._sessions.plan_at(others, _Configuration.of_plan(plain))
+            self.gains_s["fused-ops"] = _gain_s(plan, unfused)
 
     def _others(self, first: ShardingPlan) -> _Names:
         """Return the techniques other than fused ops that pay on the configuration of ``first``."""
@@ -283,15 +283,12 @@ class _Choice:
                     others |= {name}
         return self._paying(self.names, others, at)
 
-    def _plan_that_fits(self) -> ShardingPlan:
-        """Return the plan where nothing fits without techniques: techniques save memory too."""
+    def _choose_to_fit(self) -> None:
+        """Choose where nothing fits without techniques: techniques save memory too."""
         plan = self._sessions.search(self._candidates)
         at = _Configuration.of_plan(plan)
         self.names = self._paying(_NO_NAMES, self._candidates & _used(plan), at)
-        if self.names != self._candidates & _used(plan):
-            plan = self._sessions.search(self.names)
         self._add_gains(self.names, at)
-        return plan
 
     def _paying(self, fixed: _Names, names: _Names, at: _Configuration) -> _Names:
         """Return the techniques of ``names`` that pay where all of the result, and ``fixed``, are used."""
@@ -310,9 +307,7 @@ class _Choice:
         """Set the gains of ``names`` on a configuration: by how much a step is longer without each."""
         plan = self._sessions.plan_at(self.names, at)
         for name in names:
-            without = self._sessions.plan_at(self.names - {name}, at)
-            gain_s = None if plan is None or without is None else _fastest_s(without) - _fastest_s(plan)
-            self.gains_s[name] = None if gain_s is None else max(gain_s, 0.0)
+            self.gains_s[name] = _gain_s(plan, self._sessions.plan_at(self.names - {name}, at))
 
 
 def _used(plan: ShardingPlan) -> _Names:
@@ -322,6 +317,11 @@ def _used(plan: ShardingPlan) -> _Names:
 def _share(plan: ShardingPlan, without: ShardingPlan | None) -> float:
     """Return by how much a step of ``without`` is longer, as a fraction of a step of ``plan``; inf: there is none."""
     return math.inf if without is None else _fastest_s(without) / _fastest_s(plan) - 1.0
+
+
+def _gain_s(plan: ShardingPlan | None, without: ShardingPlan | None) -> float | None:
+    """Return the seconds by which a step of ``without`` is longer than one of ``plan``; None: one of them is none."""
+    return None if plan is None or without is None else max(_fastest_s(without) - _fastest_s(plan), 0.0)
 
 
 def _fastest_s(plan: ShardingPlan) -> float:

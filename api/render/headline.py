@@ -15,7 +15,7 @@ from planner.plan.stated_errors import stated_error
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "sgd-momentum": "SGD with momentum"}
 """Name of an optimizer in a job -> its name in text; others are printed as they are."""
 
-LOUD_NOTES = ("forward returns no loss", "no axis of the mesh", "a pipeline cannot be run", "the plan assumes async")
+LOUD_NOTES = ("forward returns no loss", "a pipeline cannot be run", "the plan assumes async")
 """Beginnings of the notes that say that a plan, or its figures, are not what one would take them for."""
 
 _STREAMING = 0.5

@@ -34,7 +34,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     micro_batch = batch // run.micro_batches
     sizes = [size for size in run.mesh.shape if size > 1]
     if run.job.training and sizes and all(micro_batch % size for size in sizes):
-        yield f"no axis of the mesh {run.mesh} divides {micro_batch} samples: none splits the batch evenly."
+        yield f"no axis of the mesh {run.mesh} splits the batch: none divides a micro-batch's samples ({micro_batch})."
     if run.batch_axes:
         names = ", ".join(run.mesh.names[axis] for axis in run.batch_axes)
         yield (
