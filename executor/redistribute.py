@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from cost_model.collectives.price import axis_group, dispatched_collective_time_s
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
-from cost_model.layouts.layout import Layout, MeshSpec, sharded_dim
+from cost_model.layouts.layout import Layout, MeshSpec, divides, sharded_dim
 from cost_model.redistribute import NoPathError, RedistributionPlanner, RedistributionStep
 from executor import torch_internals
 from executor.resolve.token_order import ZigzagPermutation
@@ -105,6 +105,17 @@ class Redistributor:
     def axis_size(self, axis: int) -> int:
         """Return the number of ranks along a mesh axis."""
         return self._mesh_shape[axis]
+
+    def even(self, layout: Layout, shape: Sequence[int]) -> Layout:
+        """Return ``layout`` with `Replicate` on each axis that does not divide its dim of ``shape``, outermost first."""
+        if divides(shape, layout, self._mesh_shape):
+            return layout
+        result = list(self.replicated)
+        for axis, placement in enumerate(layout):
+            result[axis] = placement
+            if not divides(shape, tuple(result), self._mesh_shape):
+                result[axis] = Replicate()
+        return tuple(result)
 
     def all_reduce(self, local: torch.Tensor, reduce_op: str, axis: int) -> torch.Tensor:
         """Return ``local`` reduced over a mesh axis; nothing runs on an axis of size 1."""

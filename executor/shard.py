@@ -24,9 +24,11 @@ from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
+from executor.runtime.root_arguments import attach_root_arguments
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
+from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.plan.sharding_plan import ShardingPlan
@@ -107,7 +109,9 @@ def _shard(
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
-    attach_ports(module, resolved.boundaries, shared)
+    form = BatchForm()
+    attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
+    attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)
     # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.
     region = CheckpointedRegion()
@@ -124,5 +128,6 @@ def _shard(
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
+    attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
     return module

@@ -17,20 +17,24 @@ from executor.resolve.fqns import modules_at, positional_names
 from executor.resolve.tensor_paths import change_arguments, change_results
 from executor.runtime.saved_tensor_recompute import recompute_copies
 from executor.runtime.shared_redistributions import SharedRedistributions
+from executor.runtime.whole_batches import BatchForm
 from planner.errors import PlanTypeError, UnmatchedKeyError
 from planner.plan.ports import Port
 
 
-def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedistributions) -> None:
+def attach_ports(
+    module: nn.Module, boundaries: Boundaries, shared: SharedRedistributions, form: BatchForm
+) -> None:
     """Register hooks on the modules that have ports.
 
     Args:
         module: the root module, after Sharders have replaced their modules.
         boundaries: the plan's boundaries, resolved against ``module``.
         shared: runs the redistributions.
+        form: whether plain tensors at the root are whole batches.
     """
     for submodule, fqn, ports in modules_at(module, boundaries.inputs):
-        hook = _InputHook(fqn=fqn, ports=ports, positional=positional_names(submodule), shared=shared)
+        hook = _InputHook(fqn=fqn, ports=ports, positional=positional_names(submodule), shared=shared, form=form)
         submodule.register_forward_pre_hook(hook, with_kwargs=True)
         if any(port.reallgather for port in ports.values()):
             submodule.forward = ReallgatherForward(submodule, shared)
@@ -47,9 +51,12 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
         shared: runs the redistributions, and returns the same copy to all modules that need the same layout.
         is_local: whether a plain tensor is this rank's shard under ``port.layout``. If not, it is the whole tensor.
     """
+    redistributor = shared.redistributor
     if not isinstance(tensor, DTensor) and is_local:
-        tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)
-    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.reallgather)
+        tensor = DTensor.from_local(tensor, redistributor.device_mesh, port.layout, run_check=False)
+    layout = redistributor.even(port.layout, tensor.shape)
+    source_grad = None if port.source_grad is None else redistributor.even(port.source_grad, tensor.shape)
+    return shared.redistribute(tensor, layout, port.grad, source_grad, reallgather=port.reallgather)
 
 
 class ReallgatherForward:
@@ -79,6 +86,7 @@ class _InputHook:
     ports: Mapping[str, Port]
     positional: tuple[str, ...]
     shared: SharedRedistributions
+    form: BatchForm
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -93,7 +101,8 @@ class _InputHook:
             raise _not_a_tensor("input_plan", self.fqn, name, leaf)
         # A port with a source is planned: a plain tensor at such a port inside the model is replicated. A plain tensor
         # that the user passes to the root, or that reaches a hand-written port, is this rank's shard.
-        return through_port(leaf, port, self.shared, is_local=self.fqn == "" or port.source is None)
+        is_local = not self.form.is_whole if self.fqn == "" else port.source is None
+        return through_port(leaf, port, self.shared, is_local=is_local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,11 +69,27 @@ class RunContexts:
         self._cast_parameters = cast_parameters
         self._device_type = device_type
         self._forward: ExitStack | None = None
+        self._part: nn.Module | None = None
 
     def attach(self, root: nn.Module) -> None:
         """Hook ``root``. Call this after all other hooks, so that these contexts are entered first and left last."""
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
+
+    def attach_part(self, module: nn.Module) -> None:
+        """Hook ``module``, a part of the root, so that it runs in these contexts when it is called apart from the root."""
+        module.register_forward_pre_hook(self._enter_part, prepend=True)
+        module.register_forward_hook(self._leave_part, always_call=True)
+
+    def _enter_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._forward is None:
+            self._enter(module, args)
+            self._part = module
+
+    def _leave_part(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._part is module:
+            self._part = None
+            self._leave(module, args, output)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

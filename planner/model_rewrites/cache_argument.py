@@ -13,3 +13,8 @@ def cache_argument(module: nn.Module) -> str | None:
     """Return the name of the KV cache in the arguments and the output of ``module.forward``; None without one."""
     names = signature(module.forward).parameters
     return next((name for name in _NAMES if name in names), None)
+
+
+def is_cache(value: object) -> bool:
+    """Return whether ``value`` is a KV cache of transformers."""
+    return any(base.__name__ in ("Cache", "EncoderDecoderCache") for base in type(value).__mro__)
