@@ -109,7 +109,7 @@ def _shard(
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
-    form = BatchForm()
+    form = BatchForm(job.batch // plan.micro_batches if job.batch else None)
     attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from cost_model.layouts.layout import Layout, sharded_dim
+from cost_model.layouts.layout import Layout, shard_counts, sharded_dim
 from executor.resolve.fqns import path_text, positional_names
 from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
@@ -79,8 +79,6 @@ class _RootArguments:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._form.is_whole:
-            return args, kwargs
         planned: list[tuple[Sequence[int], Layout]] = []
         seen: set[int] = set()
 
@@ -91,6 +89,9 @@ class _RootArguments:
             return leaf
 
         change_arguments(self._ports, self._positional, note, args, kwargs)
+        self._form.samples = self._samples(planned)
+        if self._form.is_whole:
+            return args, kwargs
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
             is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
@@ -101,3 +102,13 @@ class _RootArguments:
 
         changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(place, (args, kwargs))
         return changed
+
+    def _samples(self, planned: Sequence[tuple[Sequence[int], Layout]]) -> int | None:
+        """Return the first dim of the first named tensor, of the global micro-batch; None without a named tensor."""
+        if not planned or not planned[0][0]:
+            return None
+        shape, layout = planned[0]
+        if self._form.is_whole:
+            return shape[0]
+        counts = shard_counts(layout, tuple(self._mesh.shape), len(shape))
+        return shape[0] * counts[0]

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor
 from executor.runtime.run_context import RunContexts
 from executor.torch_internals_generation import start_fully_sharded
@@ -24,10 +25,32 @@ from planner.model_rewrites.cache_argument import is_cache
 
 
 class BatchForm:
-    """Whether plain tensors at the root are whole batches, or this rank's shards; one object for each sharded module."""
+    """Whether plain tensors at the root are whole batches or this rank's shards, and how many samples a call has.
 
-    def __init__(self) -> None:
+    There is one object for each sharded module.
+    """
+
+    def __init__(self, planned_samples: int | None) -> None:
+        """Take the samples of a global micro-batch in the plan; None: not stated."""
         self.is_whole = False
+        self.samples: int | None = None
+        """Samples of the global micro-batch of the current call; None: not known."""
+        self._planned_samples = planned_samples
+
+    def layout(self, layout: Layout, shape: Sequence[int], redistributor: Redistributor) -> Layout:
+        """Return ``layout`` with `Replicate` on each axis that does not divide its dim of a tensor of ``shape``.
+
+        Dim 0 may be samples x tokens. It stays whole where an axis divides the samples of the plan, but not those of
+        this call, because it could not be split into samples again.
+        """
+        even = redistributor.even(layout, shape)
+        if self.samples is None or self._planned_samples is None or self.samples == self._planned_samples:
+            return even
+        samples = tuple(placement if placement == Shard(0) else Replicate() for placement in even)
+        if redistributor.even(samples, (self._planned_samples,)) != samples:
+            return even
+        kept = redistributor.even(samples, (self.samples,))
+        return tuple(k if s == Shard(0) else e for e, s, k in zip(even, samples, kept, strict=True))
 
 
 _forms: MutableMapping[nn.Module, BatchForm] = weakref.WeakKeyDictionary()
