@@ -19,6 +19,7 @@ _HOMES = {
     "local_batch": "executor.resolve.batch",
     "natural_order": "executor.resolve.token_order",
     "shard_module": "executor.shard",
+    "whole_batches": "executor.runtime.whole_batches",
 }
 
 __all__ = sorted(_HOMES)

@@ -127,7 +127,7 @@ def _shard(
         [p for p in module.parameters() if isinstance(p, DTensor) and p not in fsdp_parameters],
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
-    apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
+    apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
     return module
