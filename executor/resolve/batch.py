@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
 from executor.resolve.fqns import path_text
-from planner.errors import PlanLayoutError
+from planner.errors import PlanLayoutError, UnmatchedKeyError
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -40,8 +40,8 @@ def local_batch(
             sizes that do not divide are an error.
 
     Raises:
-        PlanLayoutError: the layout of a tensor does not divide the tensor evenly and ``pad`` has no value for it, or
-            the plan does not say how a tensor is split.
+        PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
+        UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
     """
     layouts = root_layouts(plan)
     coordinate = device_mesh.get_coordinate()
@@ -130,7 +130,7 @@ def layout_like(
         named: names of the arguments in the plan, for the error message.
 
     Raises:
-        PlanLayoutError: no named tensor says how the tensor is split.
+        UnmatchedKeyError: no named tensor says how the tensor is split.
     """
     tensors = [(tuple(other), layout) for other, layout in planned]
     for other, layout in sorted(tensors, key=lambda item: item[0] != tuple(shape)):
@@ -141,7 +141,7 @@ def layout_like(
             return layout
         if not dims or (len(shape) > 1 and all(dim >= len(shape) or shape[dim] == 1 for dim in dims)):
             return (Replicate(),) * len(layout)
-    raise PlanLayoutError(
+    raise UnmatchedKeyError(
         f"The argument {name!r} of shape {tuple(shape)} is not in the plan, and its shape "
         "does not say how it is split.",
         field="input_plan",
@@ -179,10 +179,10 @@ def _uneven(shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], n
     """Return the error for a tensor of the batch that its layout does not divide; it names the sizes that would do."""
     dims = len(shape)
     if any(dim is not None and dim >= dims for dim in map(sharded_dim, layout)):
-        counts, legal = (), "Give the tensor the dims that the plan was made for."
+        legal = "Give the tensor the dims that the plan was made for."
     else:
-        counts = shard_counts(layout, mesh_shape, dims)
-        uneven = [(dim, count) for dim, count in enumerate(counts) if shape[dim] % count]
+        counts = enumerate(shard_counts(layout, mesh_shape, dims))
+        uneven = [(dim, count) for dim, count in counts if shape[dim] % count]
         legal = "Feed " + " and ".join(
             f"a multiple of {count} along dim {dim} ({shape[dim] // count * count or count} or "
             f"{(shape[dim] // count + 1) * count}, not {shape[dim]})"

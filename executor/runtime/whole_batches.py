@@ -127,16 +127,17 @@ def attach_whole_results(
     module.register_forward_hook(_GatherResults(form, redistributor))
     generate = getattr(module, "generate", None)
     if callable(generate):
-        encoder = module.get_encoder() if _is_encoder_decoder(module) else None
+        encoder = _encoder(module)
         if encoder is not None:
             contexts.attach_part(encoder)
         module.generate = _Generate(module, generate, redistributor.device_mesh)  # type: ignore[assignment]
 
 
-def _is_encoder_decoder(module: nn.Module) -> bool:
-    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False)) and hasattr(
-        module, "get_encoder"
-    )
+def _encoder(module: nn.Module) -> nn.Module | None:
+    """Return the encoder of a transformers model that has a decoder too."""
+    get_encoder: Any = getattr(module, "get_encoder", None)
+    is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return get_encoder() if is_encoder_decoder and get_encoder is not None else None
 
 
 class _Generate:

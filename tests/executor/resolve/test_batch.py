@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from cost_model.layouts.layout import Layout
 from executor.resolve.batch import layout_like
-from planner.errors import PlanLayoutError
+from planner.errors import UnmatchedKeyError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 IDS: tuple[tuple[int, ...], Layout] = ((2, 8), (S0, S1))
@@ -32,5 +32,5 @@ def test_a_tensor_is_split_as_a_named_tensor(
 
 @pytest.mark.parametrize("shape", [(2,), (3, 8), (2, 5), (1, 8, 3)])
 def test_a_tensor_that_may_be_split_or_whole_is_an_error(shape: tuple[int, ...]) -> None:
-    with pytest.raises(PlanLayoutError, match=r"'extra' of shape .* does not say how it is split.*example inputs"):
+    with pytest.raises(UnmatchedKeyError, match=r"'extra' of shape .* does not say how it is split.*example inputs"):
         layout_like(shape, [((2, 8), (S0, S1))], "extra", ["input_ids"])
