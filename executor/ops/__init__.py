@@ -1,6 +1,4 @@
-"""Ops that DTensor cannot run as planned, on local tensors.
-
-context_parallel/                       attention with the sequence split over one axis
+"""Ops that DTensor cannot run as planned, on local tensors; context_parallel/ has attention over split sequences.
 
 calls on DTensors, sent to these ops    dispatch.OwnOps
 attention                               attention
