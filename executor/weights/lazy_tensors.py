@@ -63,7 +63,7 @@ class StoredTensor(LazyTensor):
             for dim, (low, along) in enumerate(zip(lows, indices, strict=True)):
                 values = values.index_select(dim, (along - low).to(values.device))
             return values
-        pieces = [_placed(along) for along in runs]
+        pieces = [pieces_of(along) for along in indices]
         values: torch.Tensor | None = None
         for box in itertools.product(*pieces):
             piece = self._read_box(tuple(source for source, _ in box))
@@ -215,6 +215,12 @@ def read_into(values: torch.Tensor, tensor: LazyTensor, indices: Indices) -> Non
         values[start : start + rows].copy_(block)
 
 
+def write_at(values: torch.Tensor, indices: Indices, piece: torch.Tensor) -> None:
+    """Copy ``piece`` to the product of ``indices`` in ``values``."""
+    for box in itertools.product(*map(pieces_of, indices)):
+        values[tuple(place for place, _ in box)] = piece[tuple(source for _, source in box)].to(values.device)
+
+
 def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
     """Return (start, stop) of each run of consecutive indices."""
     if not len(indices):
@@ -225,10 +231,10 @@ def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _placed(runs: list[tuple[int, int]]) -> list[tuple[slice, slice]]:
-    """Return (slice of the source, slice of the result) of each run."""
+def pieces_of(indices: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Return (slice of the source, slice of the result) of each run of consecutive indices."""
     placed, first = [], 0
-    for start, stop in runs:
+    for start, stop in _runs(indices):
         placed.append((slice(start, stop), slice(first, first + stop - start)))
         first += stop - start
     return placed

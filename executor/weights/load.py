@@ -47,9 +47,21 @@ def load_weights(
         WeightsError: a source that cannot be read, names or shapes that differ, or buffers that nothing gives; on every
             rank, before anything is loaded. A file that fails while it is read; then some parameters have new values.
     """
-    reshard(module)
     ranks = Ranks(module)
-    tensors = open_source(source, ranks)
+    load_tensors(module, open_source(source, ranks), ranks, strict=strict, buffers=buffers)
+    return module
+
+
+def load_tensors(
+    module: nn.Module,
+    tensors: dict[str, LazyTensor],
+    ranks: Ranks,
+    *,
+    strict: bool = True,
+    buffers: Buffers | None = None,
+) -> None:
+    """Read ``tensors``, by name, into ``module``; otherwise as ``load_weights``."""
+    reshard(module)
     with ranks.agreeing(what="matching names of weights"):
         matches, unsaved = _match(module, tensors, strict=strict, buffers=buffers)
     _check_ties(matches, ranks)
@@ -59,7 +71,6 @@ def load_weights(
         locals_ = _materialize(module, [match.target for match in matches], ranks.device)
         _read(matches, locals_)
         _check_no_meta(module)
-    return module
 
 
 def _match(

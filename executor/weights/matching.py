@@ -55,7 +55,7 @@ def match_names(
     missing: list[str] = []
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for target in targets:
-        names, values = _values_of(target, tensors)
+        names, values = values_of(target, tensors)
         if not values:
             if strict or target.tensor.is_meta:
                 missing += [name for name in names if name not in tensors]
@@ -70,7 +70,7 @@ def match_names(
     return matches
 
 
-def _values_of(target: Target, tensors: Mapping[str, LazyTensor]) -> tuple[list[str], list[LazyTensor]]:
+def values_of(target: Target, tensors: Mapping[str, LazyTensor]) -> tuple[list[str], list[LazyTensor]]:
     """Return the names under which ``target`` is looked for, and its values under each name that the source has."""
     own = [tensors[name] for name in target.names if name in tensors]
     if own:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from executor.weights.dcp_source import dcp_tensors, is_dcp_folder
+from executor.weights.dcp.source import dcp_tensors, is_dcp_folder
 from executor.weights.lazy_tensors import Box, LazyTensor, StoredTensor, in_memory
 from executor.weights.ranks import Ranks
 from planner.errors import WeightsError
@@ -100,8 +100,8 @@ def _of_path(path: Path) -> dict[str, LazyTensor]:
     if not path.is_dir():
         raise WeightsError(
             f"{str(path)!r} is neither a file nor a folder on this rank.",
-            what_to_do="Give a path that every rank can read; huggingface_hub.snapshot_download returns the folder of a "
-            "model of the Hub.",
+            what_to_do="Give a path that every rank can read; huggingface_hub.snapshot_download returns the folder of "
+            "a model of the Hub.",
         )
     if is_dcp_folder(path):
         return dcp_tensors(path)

@@ -1,4 +1,4 @@
-"""Tensors on meta that no checkpoint holds: rotary tables, position ids, masks. Their values are made as the module makes them."""
+"""Values of tensors on meta that no checkpoint holds (rotary tables, masks), made as the module makes them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -25,24 +24,22 @@ def is_dcp_folder(folder: Path) -> bool:
 
 def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
     """Return name -> lazy tensor of a DCP checkpoint: of its entry ``model`` if it has one, else of all entries."""
+    entries = dcp_entries(folder)
+    model = {path[1:]: tensor for path, tensor in entries.items() if path[0] == MODEL and len(path) > 1}
+    return {".".join(path): tensor for path, tensor in (model or entries).items()}
+
+
+def dcp_entries(folder: Path) -> dict[tuple[str, ...], LazyTensor]:
+    """Return path of keys -> lazy tensor of a DCP checkpoint, for each of its tensors."""
     metadata = FileSystemReader(folder).read_metadata()
-    entries = {name: item for name, item in metadata.state_dict_metadata.items() if _is_tensor(item)}
-    prefix = f"{MODEL}."
-    # A model may itself have an attribute called model; a checkpoint of training state has an optimizer beside it.
-    paths = metadata.planner_data or {}
-    has_model_entry = any(path[0] == MODEL and len(path) > 1 for path in paths.values())
-    tensors: dict[str, LazyTensor] = {}
-    for name, item in entries.items():
-        if has_model_entry and not (paths[name][0] == MODEL and len(paths[name]) > 1):
-            continue
-        own_name = name.removeprefix(prefix) if has_model_entry else name
-        reader = _SliceReader(folder, metadata, name)
-        tensors[own_name] = StoredTensor(item.size, item.properties.dtype, reader)
-    return tensors
-
-
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, TensorStorageMetadata)
+    paths: dict[str, tuple[str, ...]] = metadata.planner_data or {}
+    return {
+        tuple(map(str, paths.get(name, (name,)))): StoredTensor(
+            item.size, item.properties.dtype, _SliceReader(folder, metadata, name)
+        )
+        for name, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
 
 
 class _SliceReader:
