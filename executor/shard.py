@@ -25,6 +25,7 @@ from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.run_context import PhaseTracker, RunContexts
+from executor.runtime.save_pretrained import refuse_save_pretrained
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.model_rewrites.fuse_projections import fuse_projections
@@ -125,4 +126,5 @@ def _shard(
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
     contexts.attach(module)
+    refuse_save_pretrained(module)
     return module

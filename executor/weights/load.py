@@ -127,7 +127,7 @@ def _materialize(module: nn.Module, targets: Sequence[Target], device: torch.dev
             module.get_submodule(owner)._buffers[attribute] = buffers[id(target)]
     if on_meta:
         adopt_all_parameters(module)
-    return [buffers[id(target)] if id(target) in buffers else target.local for target in targets]
+    return [buffers.get(id(target), target.local) for target in targets]
 
 
 @torch.no_grad()
