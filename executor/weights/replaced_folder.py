@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import os
 import shutil
 import uuid
@@ -14,6 +16,9 @@ from planner.errors import WeightsError
 
 _PARTIAL = ".partial"
 _OLD = ".old"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+"""Constants of Linux's renameat2(2)."""
 
 
 @contextmanager
@@ -77,20 +82,32 @@ def _check(path: Path, is_ours: Callable[[str], bool], keeps_others: bool) -> No
 
 def _replace(path: Path, partial: Path, is_ours: Callable[[str], bool]) -> None:
     """Put ``partial`` in the place of ``path``, with the files of ``path`` that are not ours."""
-    if not path.exists():
-        partial.rename(path)
-    else:
+    if path.exists():
         for item in path.iterdir():
             if not is_ours(item.name) and not (partial / item.name).exists():
                 _link(item, partial / item.name)
-        old = path.with_name(partial.name.removesuffix(_PARTIAL) + _OLD)
-        path.rename(old)
-        partial.rename(path)
+        old = partial
+        if not _exchange(partial, path):
+            old = path.with_name(partial.name.removesuffix(_PARTIAL) + _OLD)
+            path.rename(old)
+            partial.rename(path)
+        _sync(path.parent)
         shutil.rmtree(old)
-    _sync(path.parent)
+    else:
+        partial.rename(path)
+        _sync(path.parent)
     # What killed runs have left.
-    for left in path.parent.glob(f".{path.name}.*{_PARTIAL}"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def _exchange(path: Path, other: Path) -> bool:
+    """Exchange two folders in one step, and return True; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # not Linux
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _link(item: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Many architectures of transformers: what ``save_pretrained`` writes is loaded onto meta, and written the same again."""
+"""Many architectures of transformers: loaded onto meta from what ``save_pretrained`` writes, and written the same."""
 
 from __future__ import annotations
 
