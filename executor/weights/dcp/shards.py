@@ -7,8 +7,10 @@ instance, has several of each; torch then refuses to save it ("Failed to validat
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -19,7 +21,7 @@ from executor.weights.local_shards import local_indices
 
 
 class DcpShards:
-    """What this rank stores of a DTensor, for ``torch.distributed.checkpoint.save``; implements its protocol."""
+    """What this rank stores of a DTensor, to be saved with a ``SavePlanner``."""
 
     def __init__(self, tensor: DTensor) -> None:
         self._shape = tensor.shape
@@ -44,16 +46,23 @@ class DcpShards:
             for offsets, piece in self._pieces.items()
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return offsets and sizes of all pieces."""
-        return [ChunkStorageMetadata(offsets=offsets, sizes=piece.size()) for offsets, piece in self._pieces.items()]
+    def piece(self, offsets: torch.Size) -> torch.Tensor:
+        """Return the piece at ``offsets``."""
+        return self._pieces[offsets]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the piece at ``index``."""
-        assert index.offset is not None
-        return self._pieces[torch.Size(index.offset)]
+
+class SavePlanner(DefaultSavePlanner):
+    """A planner that finds the pieces of ``DcpShards``."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what is written at ``index``."""
+        stored = self.state_dict[index.fqn]
+        if isinstance(stored, DcpShards):
+            assert index.offset is not None
+            return stored.piece(torch.Size(index.offset))
+        return super().lookup_object(index)
 
 
 def for_dcp(tensor: torch.Tensor) -> DcpShards | torch.Tensor:
-    """Return what ``torch.distributed.checkpoint.save`` takes for ``tensor``."""
+    """Return what to save for ``tensor`` with a ``SavePlanner``."""
     return DcpShards(tensor) if isinstance(tensor, DTensor) else tensor.detach()

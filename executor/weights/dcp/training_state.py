@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from executor.torch_internals_weights import reshard
 from executor.weights.dcp.opened_state import OPTIMIZER, OTHER_FILE, STATE, VERSION, OpenedState
 from executor.weights.dcp.optimizer_state import fill_optimizer, optimizer_contents, options_of_groups
-from executor.weights.dcp.shards import for_dcp
+from executor.weights.dcp.shards import SavePlanner, for_dcp
 from executor.weights.dcp.source import MODEL
 from executor.weights.load import load_tensors
 from executor.weights.ranks import Ranks
@@ -90,7 +90,13 @@ def save_training_state(
     with replaced_folder(folder, ranks, is_ours=_is_ours, keeps_others=False) as new_folder:
         if ranks.rank == 0:
             torch.save(other, new_folder / OTHER_FILE)
-        dcp.save(state, checkpoint_id=new_folder, process_group=ranks.group, no_dist=ranks.group is None)
+        dcp.save(
+            state,
+            checkpoint_id=new_folder,
+            planner=SavePlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
 
 
 def load_training_state(
