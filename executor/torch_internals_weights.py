@@ -6,7 +6,7 @@ the Python object and loses the hooks that autograd runs.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ def materialize(parameter: nn.Parameter, device: torch.device) -> None:
         real = torch.empty_like(parameter, device=device)
     other = nn.Parameter(real, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)
-    other._post_accumulate_grad_hooks = None
+    other._post_accumulate_grad_hooks = cast(dict[Any, Any], None)
     if hooks:
         # The hooks are attributes of the object, but autograd finds them by the implementation, which is new.
         parameter._post_accumulate_grad_hooks = hooks

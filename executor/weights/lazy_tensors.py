@@ -1,7 +1,7 @@
 """Tensors that are read when they are needed, and only at the indices that are needed.
 
 A ``StoredTensor`` reads from a file or from memory. The others are views of other lazy tensors: parts joined into one
-tensor (packed projections, experts), rows selected from one tensor, two dims exchanged. A ``ComputedTensor`` is the
+tensor (fused projections, experts), rows selected from one tensor, two dims exchanged. A ``ComputedTensor`` is the
 result of code that needs whole tensors.
 """
 
@@ -59,10 +59,10 @@ class StoredTensor(LazyTensor):
         if math.prod(len(along) for along in runs) > _MOST_BOXES:
             lows = [int(along.min()) for along in indices]
             around = tuple(slice(low, int(along.max()) + 1) for low, along in zip(lows, indices, strict=True))
-            values = self._read_box(around)
+            read = self._read_box(around)
             for dim, (low, along) in enumerate(zip(lows, indices, strict=True)):
-                values = values.index_select(dim, (along - low).to(values.device))
-            return values
+                read = read.index_select(dim, (along - low).to(read.device))
+            return read
         pieces = [pieces_of(along) for along in indices]
         values: torch.Tensor | None = None
         for box in itertools.product(*pieces):
@@ -97,7 +97,8 @@ class JoinedTensor(LazyTensor):
         """Return the values at ``indices``, of which each part reads its own."""
         part_of, within = self._part_of[indices[self._dim]], self._index_in_part[indices[self._dim]]
         values: torch.Tensor | None = None
-        for number in part_of.unique().tolist():
+        numbers: list[int] = part_of.unique().tolist()
+        for number in numbers:
             at = (part_of == number).nonzero().squeeze(1)
             piece = self._parts[number].read(_replaced(indices, self._dim, within[at]))
             if len(at) == len(part_of):

@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,7 +49,8 @@ def parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    # torch's annotation says that the hook returns nothing.
+    handle = register_module_parameter_registration_hook(cast(Any, to_meta))
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)

@@ -65,7 +65,7 @@ class SafetensorsFile:
             return
         self._stream.seek(self._first + start)
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        self._stream.write(memoryview(flat.numpy()))
+        self._stream.write(flat.numpy().data)
 
     def sync(self) -> None:
         """Wait until the file is on the disk."""

@@ -90,8 +90,10 @@ class _SliceReader:
         # The file is mapped for one read only: pages that have been read would stay in this process's memory.
         with safe_open(self._file, framework="pt") as opened:
             if not box:
-                return opened.get_tensor(self._name)
-            return opened.get_slice(self._name)[box]
+                scalar: torch.Tensor = opened.get_tensor(self._name)
+                return scalar
+            values: torch.Tensor = opened.get_slice(self._name)[box]
+            return values
 
 
 def _of_path(path: Path) -> dict[str, LazyTensor]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from executor.torch_internals_weights import reshard
@@ -90,7 +90,7 @@ def save_training_state(
     with replaced_folder(folder, ranks, is_ours=_is_ours, keeps_others=False) as new_folder:
         if ranks.rank == 0:
             torch.save(other, new_folder / OTHER_FILE)
-        dcp.save(
+        save(
             state,
             checkpoint_id=new_folder,
             planner=SavePlanner(),
