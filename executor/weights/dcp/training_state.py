@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -88,8 +89,9 @@ def save_training_state(
                 state[OPTIMIZER] = {STATE: states}
     other["random"] = ranks.gathered(_random_state())
     with replaced_folder(folder, ranks, is_ours=_is_ours, keeps_others=False) as new_folder:
-        if ranks.rank == 0:
-            torch.save(other, new_folder / OTHER_FILE)
+        with ranks.agreeing(what="writing the options of a training state"):
+            if ranks.rank == 0:
+                _write_other(new_folder / OTHER_FILE, other)
         save(
             state,
             checkpoint_id=new_folder,
@@ -142,6 +144,22 @@ def load_training_state(
             _restore_random_state(random[ranks.rank])
     extra: dict[str, Any] = opened.other["extra"]
     return extra
+
+
+def _write_other(file: Path, other: Mapping[str, Any]) -> None:
+    """Write what is no tensor of a parameter's shape, and read it once, so that it can be read again.
+
+    Raises:
+        WeightsError: it has objects that a safe reader refuses.
+    """
+    torch.save(other, file)
+    try:
+        torch.load(file, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        raise WeightsError(
+            f"The state of the scheduler, the optimizer's groups or extra has an object that is not read back: {error}",
+            what_to_do="Keep to numbers, texts, tensors, lists, tuples and dicts.",
+        ) from error
 
 
 def _is_ours(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def gradients(model: nn.Module, plan: Any) -> list[float]:
-    """Return differences of loss and gradients from the unsharded model's, after one step of two micro-batches."""
+    """Return differences of loss and gradients from the unsharded model's, after one step of two micro-batches.
+
+    A gradient in another layout than its parameter's, which is not reduced, is infinitely different.
+    """
     batch, reference = make_batch("llama"), make_model("llama")
     for _ in range(plan.micro_batches):
         loss = loss_of(model(**local_batch(batch, device_mesh_for(plan), plan)))
@@ -69,7 +73,10 @@ def gradients(model: nn.Module, plan: Any) -> list[float]:
     expected.backward()
     wanted = dict(reference.named_parameters())
     largest = max(p.grad.abs().max() for p in wanted.values())
-    differences = [(whole(p.grad) - wanted[name].grad).abs().max() / largest for name, p in model.named_parameters()]
+    parameters = dict(model.named_parameters())
+    if any(p.grad.placements != p.placements for p in parameters.values()):
+        return [math.inf]
+    differences = [(whole(p.grad) - wanted[name].grad).abs().max() / largest for name, p in parameters.items()]
     return [abs(whole(loss).item() - expected.item()), *(d.item() for d in differences)]
 
 
