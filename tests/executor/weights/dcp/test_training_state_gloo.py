@@ -221,7 +221,7 @@ def errors(folder: Path) -> list[str]:
 
 def resume_on_two(rank: int, folder: str) -> dict[str, float]:
     results = {}
-    for saved in ("fsdp and tp", "fused"):
+    for saved in ("fsdp and tp",):
         run = Run(on_two_ranks(), on_meta=True)
         load_training_state(Path(folder) / saved, *run.arguments(), scheduler=run.scheduler)
         for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
