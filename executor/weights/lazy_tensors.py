@@ -219,7 +219,7 @@ def full_indices(shape: Sequence[int]) -> Indices:
 
 
 def read_into(values: torch.Tensor, tensor: LazyTensor, indices: Indices) -> None:
-    """Copy ``tensor`` at ``indices`` into ``values``, cast to its dtype; where slices can be read, by blocks of rows."""
+    """Copy ``tensor`` at ``indices`` into ``values``, cast to its dtype; by blocks of rows if it reads slices."""
     if not indices or not tensor.reads_slices:
         values.copy_(tensor.read(indices))
         return

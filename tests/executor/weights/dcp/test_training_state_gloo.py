@@ -27,6 +27,8 @@ from support.gloo import run_on_gloo
 from support.weight_cases import CASES, sharded_on_meta, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from executor import load_training_state, load_weights, save_training_state
 from executor.resolve.batch import local_batch
@@ -146,6 +148,7 @@ def save_and_resume(rank: int, folder: str, pairs: tuple[tuple[str, str], ...]) 
     results["weights alone"] = weights_alone(Path(folder) / "tp")
     results["strided shards"] = strided_shards(Path(folder) / "strided")
     results["torch's calls"] = by_torchs_own_calls(folder)
+    results["scalars and buffers"] = scalars_and_buffers(Path(folder) / "scalars")
     results["errors"] = errors(Path(folder) / "tp")
     return results
 
@@ -195,6 +198,34 @@ def strided_shards(folder: Path) -> dict[str, Any]:
     expected = make_model("mixtral").state_dict()
     wrong = [name for name, p in again.state_dict().items() if not torch.equal(whole(p), expected[name])]
     return {"by torch": by_torch, "wrong": wrong}
+
+
+class Scaled(nn.Module):
+    """A module with a parameter without dims, and buffers."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        self.scale = nn.Parameter(distribute_tensor(torch.tensor(value), mesh, (R,)))
+        self.bias = nn.Parameter(torch.tensor(value))
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean.fill_(value)
+
+
+def scalars_and_buffers(folder: Path) -> list[str]:
+    modules = Scaled(2.0), Scaled(3.0)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in modules]
+    for parameter in modules[0].parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizers[0].step()
+    save_training_state(folder, modules[0], optimizers[0])
+    load_training_state(folder, modules[1], optimizers[1])
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        for parameter in module.parameters():
+            parameter.grad = parameter.detach() * 0.25
+        optimizer.step()
+    first, second = ({name: whole(t) for name, t in module.state_dict().items()} for module in modules)
+    return [name for name in first if not torch.equal(first[name], second[name])]
 
 
 def errors(folder: Path) -> list[str]:
@@ -263,6 +294,10 @@ def test_a_run_on_four_ranks_is_resumed_on_two(results: list[dict[str, Any]], fo
 
 def test_torch_reads_what_we_write_and_we_read_what_torch_writes(results: list[dict[str, Any]]) -> None:
     assert [of_rank["torch's calls"] for of_rank in results] == [[]] * 4
+
+
+def test_scalars_and_buffers_are_resumed(results: list[dict[str, Any]]) -> None:
+    assert [of_rank["scalars and buffers"] for of_rank in results] == [[]] * 4
 
 
 def test_strided_shards_are_saved(results: list[dict[str, Any]]) -> None:
