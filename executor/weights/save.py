@@ -17,6 +17,7 @@ from torch import nn
 from executor.torch_internals_weights import reshard
 from executor.weights.gather import whole_on_rank
 from executor.weights.pretrained import (
+    forget_conversions,
     ignored_on_save,
     is_pretrained,
     remember_conversions,
@@ -113,7 +114,12 @@ class _Checkpoint:
             dropped, ignored = tied_away(skeleton), ignored_on_save(skeleton)
         targets = [target for target in targets if not ignored.issuperset(target.names)]
         own_name = {t.names: next((name for name in t.names if name not in dropped), t.names[0]) for t in targets}
-        groups, headers = _grouped(targets, own_name, skeleton)
+        try:
+            groups, headers = _grouped(targets, own_name, skeleton)
+        except (LookupError, RuntimeError, ValueError):
+            # A few families' experts are converted all at once only; from_pretrained reads the model's own names too.
+            forget_conversions(skeleton)
+            groups, headers = _grouped(targets, own_name, skeleton)
         for name, tensor in headers.items():
             dtype_name(name, tensor.dtype)
         return cls(
