@@ -48,7 +48,8 @@ def load_weights(
             rank, before anything is loaded. A file that fails while it is read; then some parameters have new values.
     """
     ranks = Ranks(module)
-    load_tensors(module, open_source(source, ranks), ranks, strict=strict, buffers=buffers)
+    names = {name for target in targets_of(module) for name in target.names}
+    load_tensors(module, open_source(source, ranks, names), ranks, strict=strict, buffers=buffers)
     return module
 
 

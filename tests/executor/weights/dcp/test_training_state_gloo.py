@@ -145,7 +145,7 @@ def save_and_resume(rank: int, folder: str, pairs: tuple[tuple[str, str], ...]) 
             results[f"{saved} -> {resumed}"] = difference(again)
     if pairs != ORDINARY:
         return results
-    results["weights alone"] = weights_alone(Path(folder) / "tp")
+    results["weights alone"] = max(weights_alone(Path(folder) / plan, plan) for plan in ("tp", "fused"))
     results["strided shards"] = strided_shards(Path(folder) / "strided")
     results["torch's calls"] = by_torchs_own_calls(folder)
     results["scalars and buffers"] = scalars_and_buffers(Path(folder) / "scalars")
@@ -153,9 +153,9 @@ def save_and_resume(rank: int, folder: str, pairs: tuple[tuple[str, str], ...]) 
     return results
 
 
-def weights_alone(folder: Path) -> float:
+def weights_alone(folder: Path, plan: str) -> float:
     model = load_weights(sharded_on_meta("llama", PLANS["fsdp and tp"]().plan), folder)
-    run = Run(PLANS["tp"](), on_meta=True)
+    run = Run(PLANS[plan](), on_meta=True)
     load_training_state(folder, *run.arguments(), scheduler=run.scheduler)
     own = {name: whole(p) for name, p in model.state_dict().items()}
     return max((own[name] - tensor).abs().max().item() for name, tensor in run.parameters().items())
