@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from executor.weights.pretrained import ignored_in_checkpoint, in_module_names, 
 from executor.weights.ranks import Ranks
 from executor.weights.sources import Source, open_source
 from executor.weights.targets import Target, targets_of
-from executor.weights.unsaved_buffers import Buffers, values_of_unsaved
+from executor.weights.unsaved_buffers import Buffers, UnsavedTensor, values_of_unsaved
 from planner.errors import WeightsError
 
 
@@ -76,12 +75,12 @@ def load_tensors(
 
 def _match(
     module: nn.Module, tensors: dict[str, LazyTensor], *, strict: bool, buffers: Buffers | None
-) -> tuple[list[Match], list[Any]]:
+) -> tuple[list[Match], list[tuple[UnsavedTensor, torch.Tensor]]]:
     """Return the matches, and the values of tensors that no checkpoint holds."""
     targets = targets_of(module)
     is_ignored = _never
-    if is_pretrained(module):
-        skeleton = skeleton_of(module)
+    skeleton = skeleton_of(module) if is_pretrained(module) else None
+    if skeleton is not None:
         names = {name: target for target in targets for name in (*target.names, *target.unfused_names)}
         tensors = in_module_names(module, skeleton, names, tensors)
 
@@ -89,7 +88,7 @@ def _match(
             return ignored_in_checkpoint(skeleton, name)
 
     matches = match_names(targets, tensors, strict=strict, is_ignored=is_ignored)
-    return matches, values_of_unsaved(module, buffers)
+    return matches, values_of_unsaved(module, buffers, skeleton)
 
 
 def _never(name: str) -> bool:

@@ -30,8 +30,7 @@ from executor.weights.ranks import Ranks
 from executor.weights.replaced_folder import replaced_folder
 from executor.weights.safetensors_file import SafetensorsFile, dtype_name
 from executor.weights.sources import INDEX_FILE, SINGLE_FILE
-from executor.weights.targets import Target, targets_of
-from planner.errors import WeightsError
+from executor.weights.targets import Target, check_values, targets_of
 from planner.model_rewrites.fused_projection_modules import split_rows
 
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(generation_)?config\.json")
@@ -98,13 +97,7 @@ class _Checkpoint:
             WeightsError: tensors on meta, or of a dtype that safetensors does not have.
         """
         targets = targets_of(module)
-        on_meta = [target.names[0] for target in targets if target.tensor.is_meta]
-        if on_meta:
-            raise WeightsError(
-                f"{len(on_meta)} tensors are on meta and have no values: {', '.join(on_meta[:8])}. Nothing has been "
-                "written.",
-                what_to_do="Call load_weights first.",
-            )
+        check_values(targets)
         skeleton = None
         dropped: set[str] = set()
         ignored: set[str] = set()
