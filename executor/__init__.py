@@ -18,6 +18,9 @@ _HOMES = {
     "device_mesh_for": "executor.resolve.mesh",
     "local_batch": "executor.resolve.batch",
     "natural_order": "executor.resolve.token_order",
+    "random_state": "executor.runtime.random_state",
+    "seed_random_ops": "executor.runtime.random_state",
+    "set_random_state": "executor.runtime.random_state",
     "shard_module": "executor.shard",
 }
 

@@ -24,6 +24,7 @@ from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
+from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
@@ -94,12 +95,15 @@ def _shard(
     linear = SharedInputLinears() if job.fused_ops else None
     outside_fsdp = resolved.parameters_outside_fsdp()
     cast_parameters = ComputeDtypeParameters(outside_fsdp, resolved.compute_dtype)
+    random = RandomState(resolved.device_mesh, 0 if on_meta else agreed_seed(resolved.device_mesh))
+    attach_random_state(module, random)
     contexts = RunContexts(
         phases=phases,
         shared=shared,
         own_ops=lambda: OwnOps(redistributor, linear),
         cast_parameters=cast_parameters.cast,
         device_type=resolved.device_mesh.device_type,
+        random=random,
     )
 
     replace_experts(module, redistributor)
