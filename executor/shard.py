@@ -14,11 +14,12 @@ from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
-from executor.resolve.place_parameters import place_parameters
+from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.boundary_hooks import attach_ports
+from executor.runtime.buffers import WholeBuffers
 from executor.runtime.checkpointing import checkpoint_blocks
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
@@ -54,8 +55,8 @@ def shard_module(
         device_mesh: the plan's mesh; all of its ranks call this function.
         plan: a plan for this module and this mesh.
         sharders: name of a Sharder in the plan -> the Sharder; None: the plan names none.
-        src_data_rank: index along each axis of the rank whose parameter values are used, as in ``distribute_tensor``.
-            None: each rank uses its own values, without communication.
+        src_data_rank: index along each axis of the rank whose parameters and buffers are used, as in
+            ``distribute_tensor``. None: each rank uses its own values, and only the random seed is sent.
 
     Raises:
         PlanError: plan, module and mesh do not fit together, the plan's attention kernel is not available, or a
@@ -89,6 +90,7 @@ def _shard(
     # Inference updates no parameter, so it needs no copy in a wider dtype.
     stored_dtype = None if job.phase == "training" else resolved.compute_dtype
     place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype)
+    place_buffers(module, resolved.device_mesh, src_data_rank, outside=replacements)
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
@@ -128,5 +130,6 @@ def _shard(
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
+    WholeBuffers(module, redistributor, outside=replacements).attach(module)
     contexts.attach(module)
     return module
