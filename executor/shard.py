@@ -19,7 +19,7 @@ from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.boundary_hooks import attach_ports
-from executor.runtime.buffers import WholeBuffers
+from executor.runtime.buffers import keep_buffers_whole
 from executor.runtime.checkpointing import checkpoint_blocks
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
@@ -116,6 +116,7 @@ def _shard(
     attach_ports(module, resolved.boundaries, shared)
     attach_local_outputs(module, resolved.boundaries)
     # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.
+    keep_buffers_whole(module, redistributor, outside=replacements)
     region = CheckpointedRegion()
     attach_compute_layouts(outside_fsdp, redistributor, resolved.reduce_dtype, region)
     checkpoint_blocks(module, resolved.checkpointing, contexts, cast_parameters, region)
@@ -130,6 +131,5 @@ def _shard(
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
-    WholeBuffers(module, redistributor, outside=replacements).attach(module)
     contexts.attach(module)
     return module

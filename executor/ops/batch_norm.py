@@ -79,6 +79,22 @@ def batch_norm(
     return result
 
 
+def batch_norm_op(
+    redistributor: Redistributor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """Return ``batch_norm``; arguments as in ``torch.batch_norm``, whose order differs."""
+    return batch_norm(redistributor, input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
 def instance_norm(
     redistributor: Redistributor,
     input: torch.Tensor,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from executor.ops.attention import attention
-from executor.ops.batch_norm import batch_norm, instance_norm
+from executor.ops.batch_norm import batch_norm, batch_norm_op, instance_norm
 from executor.ops.buffer_writes import write_to_plain
 from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
@@ -36,6 +36,7 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
     F.batch_norm: batch_norm,
+    torch.batch_norm: batch_norm_op,
     F.instance_norm: instance_norm,
     torch.where: where,
     torch.cat: concatenate,

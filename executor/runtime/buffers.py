@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +19,32 @@ _SMALL_NBYTES = 2**20
 """Buffers up to this size are restored for a recomputation even if torch has counted no write to them."""
 
 
-class WholeBuffers:
-    """A forward hook on the root: a buffer that the forward has replaced by a DTensor becomes plain and whole."""
+class WholeBuffersForward:
+    """A module's forward, after which the buffers that it has replaced by DTensors are plain and whole."""
 
-    def __init__(self, root: nn.Module, redistributor: Redistributor, outside: Collection[nn.Module] = ()) -> None:
-        """Select the modules in ``root`` that have buffers, without those in the modules ``outside``."""
-        excluded = {item for module in outside for item in module.modules()}
-        self._owners = [item for item in root.modules() if item._buffers and item not in excluded]
+    def __init__(self, module: nn.Module, redistributor: Redistributor) -> None:
+        self._module = module
         self._redistributor = redistributor
+        self._forward: Callable[..., Any] = module.forward
+        # Signatures are looked up on forward, by the executor and by transformers.
+        functools.update_wrapper(self, self._forward, updated=())
 
-    def attach(self, root: nn.Module) -> None:
-        """Hook ``root``, if any module has buffers; the hook needs the contexts of the run, and no exception."""
-        if self._owners:
-            root.register_forward_hook(self)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        result = self._forward(*args, **kwargs)
+        buffers = self._module._buffers
+        for name, buffer in buffers.items():
+            if isinstance(buffer, DTensor):
+                buffers[name] = whole(self._redistributor, buffer.detach())
+        return result
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Replace DTensors among the buffers."""
-        with torch.no_grad():
-            for owner in self._owners:
-                for name, buffer in owner._buffers.items():
-                    if isinstance(buffer, DTensor):
-                        owner._buffers[name] = whole(self._redistributor, buffer)
+
+def keep_buffers_whole(root: nn.Module, redistributor: Redistributor, outside: Collection[nn.Module] = ()) -> None:
+    """Wrap the forward of each module in ``root`` that has buffers, without those in the modules ``outside``."""
+    excluded = {item for module in outside for item in module.modules()}
+    for module in root.modules():
+        if module._buffers and module not in excluded:
+            module.forward = WholeBuffersForward(module, redistributor)
 
 
 @dataclass(frozen=True, slots=True)

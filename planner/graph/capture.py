@@ -170,6 +170,33 @@ class _BoundaryMarkers:
         return self._mark(output, self._stack.pop(), "output")
 
 
+@contextmanager
+def _assigned_buffers_written(root: nn.Module) -> Iterator[None]:
+    """Within this context, a buffer that its module replaces by a new tensor is captured as a write to the old one.
+
+    The executor makes new tensors whole when the module's forward ends (`executor.runtime.buffers`).
+    """
+    before: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+
+    def remember(module: nn.Module, args: tuple[Any, ...]) -> None:
+        before[module] = dict(module._buffers)
+
+    def write(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for name, old in before[module].items():
+            new = module._buffers.get(name)
+            if old is not None and new is not None and new is not old and new.shape == old.shape:
+                with torch.no_grad():
+                    old.copy_(new)
+                module._buffers[name] = old
+
+    with ExitStack() as stack:
+        for module in root.modules():
+            if module._buffers:
+                stack.callback(module.register_forward_pre_hook(remember).remove)
+                stack.callback(module.register_forward_hook(write).remove)
+        yield
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedGraph:
     """A captured graph.
@@ -193,6 +220,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     """Return the graph that torch.export captures. Exceptions of torch.export and of the forward propagate."""
     markers = _BoundaryMarkers(module)
     with (
+        _assigned_buffers_written(module),
         markers.attached(),
         unpacked_sequences(),
         experts_as_one_op(module),
