@@ -31,6 +31,7 @@ from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
 
 
@@ -112,6 +113,7 @@ def _shard(
     if job.fused_ops:
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
+    batch_norm_for_sync(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     attach_ports(module, resolved.boundaries, shared)
     attach_local_outputs(module, resolved.boundaries)

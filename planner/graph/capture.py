@@ -29,6 +29,7 @@ from planner.graph.op_graph import Call, Ref
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -191,7 +192,8 @@ def _assigned_buffers_written(root: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in root.modules():
-            if module._buffers:
+            # torch.export itself captures the root's.
+            if module._buffers and module is not root:
                 stack.callback(module.register_forward_pre_hook(remember).remove)
                 stack.callback(module.register_forward_hook(write).remove)
         yield
@@ -217,8 +219,14 @@ class CapturedGraph:
 
 
 def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
-    """Return the graph that torch.export captures. Exceptions of torch.export and of the forward propagate."""
+    """Return the graph that torch.export captures. Exceptions of torch.export and of the forward propagate.
+
+    Args:
+        module: the copy that `to_meta` returned, which may be changed.
+        inputs: the arguments of the call.
+    """
     markers = _BoundaryMarkers(module)
+    batch_norm_for_sync(module)
     with (
         _assigned_buffers_written(module),
         markers.attached(),

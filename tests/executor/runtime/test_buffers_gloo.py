@@ -60,6 +60,19 @@ class Averages(nn.Module):
         return h + self.mean * self.hidden
 
 
+class Last(Net):
+    """The root itself owns a buffer, which it replaces."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.last = 0.5 * self.last + self.layers(x).detach().amax(0)
+        return super().forward(x, labels)
+
+
 class Ranges(nn.Module):
     """The range of what passes, as quantizers observe it."""
 
@@ -105,6 +118,7 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
         (8,),
         lambda: Net(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 8)),
     ),
+    "synchronized": ((8,), lambda: Net(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.ReLU(), nn.Linear(8, 8))),
     "batch norm of sequences": ((8, 4), lambda: Net(nn.BatchNorm1d(8), nn.Flatten(), nn.Linear(32, 8))),
     "images": (
         (4, 4, 4),
@@ -112,6 +126,7 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     ),
     "volumes": ((4, 2, 2, 2), lambda: Net(nn.BatchNorm3d(4), nn.Flatten(), nn.Linear(32, 8))),
     "averages": ((8,), lambda: Net(nn.Linear(8, 8), Averages(), nn.Linear(8, 8))),
+    "root": ((8,), lambda: Last(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))),
     "ranges": ((8,), lambda: Net(nn.Linear(8, 8), Ranges(), nn.Linear(8, 8))),
     "codebook": ((8,), lambda: Net(nn.Linear(8, 8), Codebook(), nn.Linear(8, 8))),
     "spectral norm": ((8,), lambda: Net(spectral(), nn.ReLU(), nn.Linear(8, 8))),
@@ -219,15 +234,26 @@ def on_ranks(rank: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[st
 
 
 CHECKPOINTED = ("batch norm", "averages", "codebook")
+BASELINES = ("ddp", "fsdp")
 HOW = ("full", "selective", "2 micro-batches")
 CASES = [
     *(f"{name}, {mesh}" for name in PLANNED for mesh in MESHES),
     *(f"{name}, {how}" for name in CHECKPOINTED for how in HOW),
+    *(f"{name}, {planner}" for name in ("batch norm", "averages") for planner in BASELINES),
     "cumulative, dp=4",
 ]
 ORDINARY = {
-    *(f"{name}, dp=2,tp=2" for name in ("batch norm", "averages", "ranges", "images", "spectral norm")),
-    *("batch norm, dp=4", "codebook, full", "averages, selective", "batch norm, full", "batch norm, 2 micro-batches"),
+    *(f"{name}, dp=2,tp=2" for name in ("batch norm", "averages", "ranges", "images", "spectral norm", "synchronized")),
+    *(
+        "batch norm, dp=4",
+        "root, dp=4",
+        "batch norm, fsdp",
+        "averages, ddp",
+        "codebook, full",
+        "averages, selective",
+        "batch norm, full",
+        "batch norm, 2 micro-batches",
+    ),
 }
 """Cases of every kind; the others are variants of them, and run in the slow suite."""
 
@@ -239,6 +265,8 @@ def plan_of(case: str) -> tuple[str, ShardingPlan]:
         return "cumulative batch norm", dataclasses.replace(planned("batch norm", how), fingerprint={})
     if how in MESHES:
         return name, planned(name, how)
+    if how in BASELINES:
+        return name, planned(name, "dp=4", planner=how)
     if how == "2 micro-batches":
         return name, planned(name, "dp=4", micro_batches=2)
     checkpointed = {"layers.1": how}
