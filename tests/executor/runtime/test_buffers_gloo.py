@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from executor.verify import verify
 from planner import build_plan
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.job import Job
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
@@ -183,7 +183,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def wrong_of(name: str, plan: ShardingPlan) -> list[str]:
     mesh = device_mesh_for(plan)
-    expected = run(name, make(name), plan, lambda batch: batch)
+    reference = make(name)
+    batch_norm_for_sync(reference)  # torch's own does not run on CPUs
+    expected = run(name, reference, plan, lambda batch: batch)
     model = shard_module(make(name), mesh, plan)
     found = run(name, model, plan, lambda batch: local_batch(batch, mesh, plan))
     assert found.keys() == expected.keys()
@@ -273,11 +275,30 @@ def plan_of(case: str) -> tuple[str, ShardingPlan]:
     return name, dataclasses.replace(planned(name, "dp=2,tp=2"), activation_checkpointing=checkpointed)
 
 
-@functools.cache
-def ran(suite: str) -> tuple[dict[str, tuple[str, ShardingPlan]], list[dict[str, Any]]]:
-    """Return the plans of a suite's cases, and what every rank found."""
-    plans = {case: plan_of(case) for case in CASES if (case in ORDINARY) == (suite == "ordinary")}
+Ran = tuple[dict[str, tuple[str, ShardingPlan]], list[dict[str, Any]]]
+"""Case -> model and plan; and what every rank found."""
+
+
+def ran(cases: Iterable[str]) -> Ran:
+    plans = {case: plan_of(case) for case in cases}
     return plans, run_on_gloo(on_ranks, 4, {case: (name, plan.to_dict()) for case, (name, plan) in plans.items()})
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Ran:
+    return ran(case for case in CASES if case in ORDINARY)
+
+
+@pytest.fixture(scope="module")
+def slow() -> Ran:
+    return ran(case for case in CASES if case not in ORDINARY)
+
+
+@pytest.fixture
+def of_case(case: str, request: pytest.FixtureRequest) -> Ran:
+    """Return the run of the suite that has ``case``."""
+    found: Ran = request.getfixturevalue("ordinary" if case in ORDINARY else "slow")
+    return found
 
 
 def marked(cases: Iterable[str]) -> list[Any]:
@@ -285,27 +306,25 @@ def marked(cases: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", marked(CASES))
-def test_buffers_and_losses_are_those_of_the_unsharded_run(case: str) -> None:
-    _, results = ran("ordinary" if case in ORDINARY else "slow")
-    assert [result[case] for result in results] == [[]] * 4
+def test_buffers_and_losses_are_those_of_the_unsharded_run(of_case: Ran, case: str) -> None:
+    assert [result[case] for result in of_case[1]] == [[]] * 4
 
 
 @pytest.mark.parametrize("case", marked(f"{name}, {mesh}" for name in PLANNED for mesh in MESHES))
-def test_the_plan_has_the_collectives_of_the_writes(case: str) -> None:
-    plans, _ = ran("ordinary" if case in ORDINARY else "slow")
-    name, plan = plans[case]
+def test_the_plan_has_the_collectives_of_the_writes(of_case: Ran, case: str) -> None:
+    name, plan = of_case[0][case]
     assert verify(make(name), plan, batch_of(name, 0)).differences == ()
 
 
 @pytest.mark.parametrize(("source", "rank"), [(0, 0), (1, 3)])
-def test_all_ranks_get_the_buffers_of_one(source: int, rank: int) -> None:
+def test_all_ranks_get_the_buffers_of_one(ordinary: Ran, source: int, rank: int) -> None:
     expected = Kept(rank)
-    for result in ran("ordinary")[1]:
+    for result in ordinary[1]:
         found = dict(result[f"from {source}"])
         assert found.pop("tied")
         assert found.pop("on meta")
         assert found == {name: buffer.tolist() for name, buffer in expected.named_buffers() if not buffer.is_meta}
 
 
-def test_without_a_source_ranks_keep_their_buffers() -> None:
-    assert [result["from None"]["saved"][0][0] for result in ran("ordinary")[1]] == [0.0, 1.0, 2.0, 3.0]
+def test_without_a_source_ranks_keep_their_buffers(ordinary: Ran) -> None:
+    assert [result["from None"]["saved"][0][0] for result in ordinary[1]] == [0.0, 1.0, 2.0, 3.0]
