@@ -43,7 +43,7 @@ def random_ops() -> tuple[torch._ops.OpOverload, ...]:
 @contextmanager
 def random_ops_run_in(region: Region) -> Iterator[None]:
     """Return a context in which DTensor runs each random op on local tensors inside ``region``."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[torch._ops.OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
     before = {op: handlers.get(op) for op in random_ops()}
     _regions.append(region)
     try:

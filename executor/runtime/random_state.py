@@ -35,7 +35,7 @@ class RandomState:
 
     def __init__(self, mesh: DeviceMesh, seed: int) -> None:
         """Start the stream at ``seed``, which all ranks of ``mesh`` pass alike."""
-        index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        index = torch.cuda.current_device() if mesh.device_type == "cuda" else 0
         self._device = torch.device(mesh.device_type, index)
         self._mesh_shape = tuple(mesh.shape)
         self._coordinate = tuple(mesh.get_coordinate() or (0,) * len(self._mesh_shape))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
 from planner.strategies.axis_rule import AxisRule
@@ -84,12 +85,12 @@ def write_collectives(
     collectives: list[InnerCollective] = []
     for value, layout, shape in zip(inputs, layouts, shapes, strict=True):
         nbytes = math.prod(shape) * value.dtype.itemsize
-        for axis in reversed(range(len(mesh))) if layout is not None else ():
+        for axis in reversed(range(len(layout or ()))):
             if mesh[axis] == 1 or layout is None or layout[axis] == R:
                 continue
             is_partial = layout[axis].is_partial()
             nbytes *= 1 if is_partial else mesh[axis]
-            kind = "all_reduce" if is_partial else "all_gather"
+            kind: CollectiveKind = "all_reduce" if is_partial else "all_gather"
             collectives.append(InnerCollective(kind=kind, axis=axis, nbytes=nbytes))
     return tuple(collectives)
 
