@@ -5,5 +5,6 @@ attention; with the sequence sharded    attention, context_parallel, zigzag_atte
 linear layers                           linear
 embedding, cross entropy, fused ops     embedding, cross_entropy, fused
 experts and their tokens                experts, token_exchange, grouped_gemm
+ops that update buffers                 buffers/
 gradients accumulated inside GEMMs      shared_input_linears
 """

@@ -2,7 +2,7 @@
 
 A ``TorchFunctionMode`` gets the calls before DTensor does. A call that ``planner.strategies.own_rules`` or
 ``cost_model.layouts.linear`` covers runs on local tensors with explicit layouts, forward and backward. DTensor runs all
-other calls. Writes of DTensors to plain tensors write whole values (``executor.ops.buffer_writes``).
+other calls. Writes of DTensors to plain tensors write whole values (``executor.ops.buffers.plain_writes``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from executor.ops.attention import attention
-from executor.ops.batch_norm import batch_norm, batch_norm_op, instance_norm
-from executor.ops.buffer_writes import write_to_plain
+from executor.ops.buffers.batch_norm import batch_norm, batch_norm_op, instance_norm
+from executor.ops.buffers.plain_writes import write_to_plain
 from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy

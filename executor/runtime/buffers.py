@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from executor.ops.buffer_writes import whole
+from executor.ops.buffers.plain_writes import whole
 from executor.redistribute import Redistributor
 
 _SMALL_NBYTES = 2**20

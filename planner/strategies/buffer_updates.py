@@ -4,7 +4,7 @@
 shard the batch or a spatial dim: it all-gathers the statistics of its ranks, and all-reduces two sums in the backward.
 `instance_norm` with running statistics  Only replicated.
 Writes to plain tensors (`planner.graph.op_graph.writes_plain`)  Any layout of what is written. The executor makes it
-whole, the last axis first, by an all-gather or an all-reduce on each axis (`executor.ops.buffer_writes`).
+whole, the last axis first, by an all-gather or an all-reduce on each axis (`executor.ops.buffers.plain_writes`).
 """
 
 from __future__ import annotations
