@@ -23,6 +23,9 @@ _HOMES = {
     "natural_order": "executor.resolve.token_order",
     "save_training_state": "executor.weights.dcp.training_state",
     "save_weights": "executor.weights.save",
+    "random_state": "executor.runtime.random_state",
+    "seed_random_ops": "executor.runtime.random_state",
+    "set_random_state": "executor.runtime.random_state",
     "shard_module": "executor.shard",
     "whole_batches": "executor.runtime.whole_batches",
 }

@@ -14,16 +14,18 @@ from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
-from executor.resolve.place_parameters import place_parameters
+from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.boundary_hooks import attach_ports
+from executor.runtime.buffers import keep_buffers_whole
 from executor.runtime.checkpointing import checkpoint_blocks
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
+from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
 from executor.runtime.root_arguments import attach_root_arguments
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.save_pretrained import refuse_save_pretrained
@@ -32,6 +34,7 @@ from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
 
 
@@ -56,8 +59,8 @@ def shard_module(
         device_mesh: the plan's mesh; all of its ranks call this function.
         plan: a plan for this module and this mesh.
         sharders: name of a Sharder in the plan -> the Sharder; None: the plan names none.
-        src_data_rank: index along each axis of the rank whose parameter values are used, as in ``distribute_tensor``.
-            None: each rank uses its own values, without communication.
+        src_data_rank: index along each axis of the rank whose parameters and buffers are used, as in
+            ``distribute_tensor``. None: each rank uses its own values, and only the random seed is sent.
 
     Raises:
         PlanError: plan, module and mesh do not fit together, the plan's attention kernel is not available, or a
@@ -91,30 +94,36 @@ def _shard(
     # Inference updates no parameter, so it needs no copy in a wider dtype.
     stored_dtype = None if job.phase == "training" else resolved.compute_dtype
     place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype)
+    place_buffers(module, resolved.device_mesh, src_data_rank, outside=replacements)
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
     linear = SharedInputLinears() if job.fused_ops else None
     outside_fsdp = resolved.parameters_outside_fsdp()
     cast_parameters = ComputeDtypeParameters(outside_fsdp, resolved.compute_dtype)
+    random = RandomState(resolved.device_mesh, 0 if on_meta else agreed_seed(resolved.device_mesh))
+    attach_random_state(module, random)
     contexts = RunContexts(
         phases=phases,
         shared=shared,
         own_ops=lambda: OwnOps(redistributor, linear),
         cast_parameters=cast_parameters.cast,
         device_type=resolved.device_mesh.device_type,
+        random=random,
     )
 
     replace_experts(module, redistributor)
     if job.fused_ops:
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
+    batch_norm_for_sync(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     form = BatchForm(job.batch // plan.micro_batches if job.batch else None)
     attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)
     # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.
+    keep_buffers_whole(module, redistributor, outside=replacements)
     region = CheckpointedRegion()
     attach_compute_layouts(outside_fsdp, redistributor, resolved.reduce_dtype, region)
     checkpoint_blocks(module, resolved.checkpointing, contexts, cast_parameters, region)

@@ -5,5 +5,6 @@ attention                               attention
 linear layers                           linear
 embedding, cross entropy, fused ops     embedding, cross_entropy, fused
 experts and their tokens                experts, token_exchange, grouped_gemm
+ops that update buffers                 buffers/
 gradients accumulated inside GEMMs      shared_input_linears
 """

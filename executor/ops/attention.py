@@ -7,6 +7,7 @@ Where the sequence is sharded, ``executor.ops.context_parallel`` all-gathers key
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cost_model.layouts.layout import Layout, sharded_dim
 from executor.ops.context_parallel.attention import SEQUENCE, context_parallel_attention
 from executor.redistribute import Redistributor, stride_as
+from executor.torch_internals_random import random_region
 
 _LOCAL = (Replicate(), Shard(0), Shard(1))
 """Placements of [batch, heads, sequence, width] under which attention needs no communication."""
@@ -76,9 +78,10 @@ def attention(
         )
     # The gradients of the output and of all inputs have this layout.
     q, k, v = (tensor.to_local(grad_placements=layout) for tensor in inputs)
-    result = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **options
-    )
+    with random_region(layout) if dropout_p and not q.is_meta else nullcontext():
+        result = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **options
+        )
     shape = (*inputs[0].shape[:3], inputs[2].shape[3])
     return DTensor.from_local(
         result,

@@ -2,7 +2,7 @@
 
 A ``TorchFunctionMode`` gets the calls before DTensor does. A call that ``planner.strategies.own_rules`` or
 ``cost_model.layouts.linear`` covers runs on local tensors with explicit layouts, forward and backward. DTensor runs all
-other calls.
+other calls. Writes of DTensors to plain tensors write whole values (``executor.ops.buffers.plain_writes``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from executor.ops.attention import attention
+from executor.ops.buffers.batch_norm import batch_norm, batch_norm_op, instance_norm
+from executor.ops.buffers.plain_writes import write_to_plain
 from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
@@ -34,6 +36,9 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     torch.conv2d: conv2d,
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
+    F.batch_norm: batch_norm,
+    torch.batch_norm: batch_norm_op,
+    F.instance_norm: instance_norm,
     torch.where: where,
     torch.cat: concatenate,
     torch.Tensor.__setitem__: set_item,
@@ -68,7 +73,8 @@ class OwnOps(TorchFunctionMode):
             result = own_op(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*args, **kwargs)
+        result = write_to_plain(self._redistributor, func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

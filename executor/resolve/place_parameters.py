@@ -1,14 +1,17 @@
-"""Placement of parameters: each becomes a DTensor in its stored layout."""
+"""Placement of parameters and buffers: parameters become DTensors in their stored layouts, buffers stay whole."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from cost_model.layouts.layout import Layout
 from executor.resolve.resolved_plan import ResolvedPlan
+from executor.torch_internals import local_of
 
 
 def place_parameters(
@@ -46,3 +49,44 @@ def _placed(
         data = data.to(dtype)
     tensor = distribute_tensor(data, mesh, layout, src_data_rank=source)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+def place_buffers(
+    module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None, *, outside: Collection[nn.Module] = ()
+) -> None:
+    """Give all ranks the buffers of one rank, persistent or not; they stay plain. All ranks call this function.
+
+    Buffers on the meta device stay there, and DTensors stay as they are.
+
+    Args:
+        module: the root module.
+        mesh: mesh of the ranks that run the module.
+        src_data_rank: index along each axis of the rank whose values are used. None: each rank keeps its own values.
+        outside: modules whose buffers are left alone, because a Sharder has made them.
+    """
+    if src_data_rank is None:
+        return
+    excluded = {item for replacement in outside for item in replacement.modules()}
+    placed: dict[torch.Tensor, torch.Tensor] = {}
+    for owner in module.modules():
+        if owner in excluded:
+            continue
+        for name, buffer in owner._buffers.items():
+            if buffer is None or buffer.is_meta or isinstance(buffer, DTensor):
+                continue
+            if buffer not in placed:
+                placed[buffer] = _sent(buffer, mesh, src_data_rank)
+            owner._buffers[name] = placed[buffer]
+
+
+def _sent(buffer: torch.Tensor, mesh: DeviceMesh, src_data_rank: int) -> torch.Tensor:
+    """Return ``buffer`` with the values of the source rank; it is itself unless its elements may share memory."""
+    # As bytes, because not every backend sends every dtype.
+    data = buffer.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device_type)
+    replicated = [Replicate()] * mesh.ndim
+    received = local_of(distribute_tensor(data, mesh, replicated, src_data_rank=src_data_rank))
+    values = received.view(buffer.dtype).view(buffer.shape).to(buffer.device)
+    if not buffer.is_contiguous():
+        return values
+    with torch.no_grad():
+        return buffer.copy_(values)

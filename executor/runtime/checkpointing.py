@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from executor.ops.grouped_gemm import GEMM_PER_EXPERT_OP
 from executor.resolve.fqns import modules_at
+from executor.runtime.buffers import BuffersBefore
 from executor.runtime.parameter_views import CastParameters, ComputeDtypeParameters
 from executor.runtime.run_context import RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
@@ -78,6 +79,7 @@ class CheckpointedForward:
         parameters: ComputeDtypeParameters,
         region: CheckpointedRegion,
     ) -> None:
+        self._block = block
         self._forward: Callable[..., Any] = block.forward
         self._mode = mode
         self._contexts = contexts
@@ -90,8 +92,10 @@ class CheckpointedForward:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # The recomputation needs the cast parameters of this forward. At that time the modules show others, or none.
-        recomputing = functools.partial(self._recomputing, self._parameters.current)
-        return checkpoint(
+        # The same holds for buffers, which the forward may update: a recomputation must not update them again.
+        buffers = BuffersBefore(self._block)
+        recomputing = functools.partial(self._recomputing, self._parameters.current, buffers)
+        result = checkpoint(
             functools.partial(self._run_block, kwargs),
             *args,
             use_reentrant=False,
@@ -99,6 +103,8 @@ class CheckpointedForward:
             early_stop=False,
             context_fn=functools.partial(_contexts, self._mode, recomputing),
         )
+        buffers.drop_unwritten()
+        return result
 
     def _run_block(self, kwargs: dict[str, Any], *args: Any) -> Any:
         # A recomputation cannot share redistributions with the rest of the model, so neither does the forward.
@@ -106,8 +112,8 @@ class CheckpointedForward:
             return self._forward(*args, **kwargs)
 
     @contextmanager
-    def _recomputing(self, parameters: CastParameters) -> Iterator[None]:
-        with self._parameters.shown(parameters, self._slots), self._contexts.recomputing():
+    def _recomputing(self, parameters: CastParameters, buffers: BuffersBefore) -> Iterator[None]:
+        with self._parameters.shown(parameters, self._slots), buffers.shown(), self._contexts.recomputing():
             yield
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from executor.runtime.implicit_replication import hold_for_backward, implicit_replication
+from executor.runtime.random_state import RandomState
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.plan.estimate import Phase
 
@@ -53,6 +54,7 @@ class RunContexts:
         own_ops: Callable[[], TorchFunctionMode],
         cast_parameters: Callable[[], AbstractContextManager[None]],
         device_type: str,
+        random: RandomState,
     ) -> None:
         """Store the contexts, or the functions that return them.
 
@@ -62,12 +64,14 @@ class RunContexts:
             own_ops: returns the mode that runs the executor's own ops.
             cast_parameters: returns the context in which modules see parameters in the compute dtype.
             device_type: device type of the mesh; on "cpu" torch decomposes attention into simpler ops.
+            random: runs random ops, and holds their state between forwards.
         """
         self._phases = phases
         self._shared = shared
         self._own_ops = own_ops
         self._cast_parameters = cast_parameters
         self._device_type = device_type
+        self._random = random
         self._forward: ExitStack | None = None
         self._part: nn.Module | None = None
 
@@ -109,6 +113,7 @@ class RunContexts:
             if self._device_type == "cpu":
                 # DTensor has no rule for the CPU's flash attention.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(self._random.ops())
             stack.enter_context(self._own_ops())
             yield
 
@@ -118,6 +123,7 @@ class RunContexts:
             self._forward.close()
         with ExitStack() as stack:
             stack.enter_context(self._phases.entered("forward"))
+            stack.enter_context(self._random.stream())
             stack.enter_context(self._cast_parameters())
             stack.enter_context(self._running())
             self._forward = stack.pop_all()

@@ -29,6 +29,7 @@ from planner.graph.op_graph import Call, Ref
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -170,6 +171,34 @@ class _BoundaryMarkers:
         return self._mark(output, self._stack.pop(), "output")
 
 
+@contextmanager
+def _assigned_buffers_written(root: nn.Module) -> Iterator[None]:
+    """Within this context, a buffer that its module replaces by a new tensor is captured as a write to the old one.
+
+    The executor makes new tensors whole when the module's forward ends (`executor.runtime.buffers`).
+    """
+    before: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+
+    def remember(module: nn.Module, args: tuple[Any, ...]) -> None:
+        before[module] = dict(module._buffers)
+
+    def write(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for name, old in before[module].items():
+            new = module._buffers.get(name)
+            if old is not None and new is not None and new is not old and new.shape == old.shape:
+                with torch.no_grad():
+                    old.copy_(new)
+                module._buffers[name] = old
+
+    with ExitStack() as stack:
+        for module in root.modules():
+            # torch.export itself captures the root's.
+            if module._buffers and module is not root:
+                stack.callback(module.register_forward_pre_hook(remember).remove)
+                stack.callback(module.register_forward_hook(write).remove)
+        yield
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedGraph:
     """A captured graph.
@@ -190,9 +219,16 @@ class CapturedGraph:
 
 
 def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
-    """Return the graph that torch.export captures. Exceptions of torch.export and of the forward propagate."""
+    """Return the graph that torch.export captures. Exceptions of torch.export and of the forward propagate.
+
+    Args:
+        module: the copy that `to_meta` returned, which may be changed.
+        inputs: the arguments of the call.
+    """
     markers = _BoundaryMarkers(module)
+    batch_norm_for_sync(module)
     with (
+        _assigned_buffers_written(module),
         markers.attached(),
         unpacked_sequences(),
         experts_as_one_op(module),

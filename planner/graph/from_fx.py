@@ -122,6 +122,8 @@ class _GraphBuilder:
         self._inputs: list[ModelInput] = []
         self._outputs: list[ModelOutput] = []
         self._open_calls: list[int] = [0]
+        self._prefix = ""
+        self._grad_enabled = True
 
     def build(self) -> OpGraph:
         for node in self._captured.graph.nodes:
@@ -224,11 +226,14 @@ class _GraphBuilder:
 
     def _read_op(self, node: torch.fx.Node, target: Any) -> None:
         result = node.meta.get("val")
-        grad_enabled = True
+        grad_enabled = self._grad_enabled
         args: tuple[Any, ...] = node.args
         if "wrap_with_set_grad_enabled" in str(target):
             grad_enabled, submodule_node, *rest = args
             target, args = self._node_values[submodule_node], tuple(rest)
+            if _writes_in_place(target):
+                self._node_values[node] = self._read_body(node.name, target, args, grad_enabled)
+                return
             result = submodule_node.meta.get("val", result) if result is None else result
             if result is None:
                 result = _outputs_of(target)
@@ -252,7 +257,7 @@ class _GraphBuilder:
         kwargs = pytree.tree_map(substitute, dict(node.kwargs), is_leaf=_is_node)
         self._ops.append(
             Op(
-                name=node.name,
+                name=self._prefix + node.name,
                 target=op_target(target),
                 args=template,
                 kwargs={key: value for key, value in kwargs.items() if key != "pin_memory"},
@@ -262,6 +267,23 @@ class _GraphBuilder:
                 outputs=self._add_results(node, target, result, inputs, grad_enabled),
                 grad_enabled=grad_enabled,
             )
+        )
+
+    def _read_body(self, name: str, body: torch.fx.GraphModule, args: tuple[Any, ...], grad_enabled: bool) -> Any:
+        """Add the ops of a nested graph one by one, and return its results."""
+        before = self._prefix, self._grad_enabled
+        self._prefix, self._grad_enabled = f"{self._prefix}{name}.", grad_enabled
+        values = (self._node_values[arg] if _is_node(arg) else arg for arg in args)
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                self._node_values[node] = next(values)
+            elif node.op != "output":
+                getattr(self, f"_read_{node.op}")(node)
+        self._prefix, self._grad_enabled = before
+        return pytree.tree_map(
+            lambda leaf: self._node_values[leaf] if _is_node(leaf) else leaf,
+            body.graph.output_node().args[0],
+            is_leaf=_is_node,
         )
 
     def _add_results(
@@ -275,7 +297,7 @@ class _GraphBuilder:
             if not isinstance(tensor, torch.Tensor):
                 return tensor
             suffix = path_text(path)
-            name = f"{node.name}.{suffix}" if suffix else node.name
+            name = self._prefix + (f"{node.name}.{suffix}" if suffix else node.name)
             shape = tuple(map(int, tensor.shape))
             self._values[name] = output_value(name, shape, tensor.dtype, target, grad_enabled, sources)
             names.append(name)
@@ -301,6 +323,12 @@ def _is_node(leaf: Any) -> bool:
 
 def _is_value(leaf: Any) -> bool:
     return isinstance(leaf, _ValueInModule)
+
+
+def _writes_in_place(body: torch.fx.GraphModule) -> bool:
+    """Return whether a nested graph writes to a tensor, which may be a buffer."""
+    targets = [node.target for node in body.graph.nodes if node.op == "call_function"]
+    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
 
 
 def _outputs_of(graph_module: torch.fx.GraphModule) -> Any:

@@ -115,13 +115,37 @@ class Op:
         return str(getattr(self.target, "__name__", self.target))
 
 
+def written_input(target: Any, inputs: int) -> int | None:
+    """Return the position of the tensor that an op writes to, among its ``inputs`` tensors; None for other ops.
+
+    In-place ops write to their first tensor, ``out`` overloads to their last.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or not inputs or not target._schema.is_mutable:
+        return None
+    name = target._overloadpacket.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        return 0
+    return inputs - 1 if sum(argument.is_out for argument in target._schema.arguments) == 1 else None
+
+
+def writes_plain(op: Op, inputs: Sequence[Value]) -> bool:
+    """Return whether ``op`` writes other ``inputs``, which are not plain, to a plain tensor, such as a buffer."""
+    written = written_input(op.target, len(inputs))
+    return written is not None and inputs[written].kind == "plain" and any(v.kind != "plain" for v in inputs)
+
+
 def output_value(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Any, grad_enabled: bool, sources: Sequence[Value]
 ) -> Value:
-    """Return the `Value` of one output of an op; its kind and ``requires_grad`` follow from the inputs, ``sources``."""
-    kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
+    """Return the `Value` of one output of an op; its kind and ``requires_grad`` follow from the inputs, ``sources``.
+
+    The output of an op that writes to an input is that input: what is written to a plain tensor becomes plain.
+    """
+    written = written_input(target, len(sources))
+    decisive = sources if written is None else [sources[written]]
+    kind: ValueKind = "plain" if all(source.kind == "plain" for source in decisive) else "activation"
     differentiable = grad_enabled and any(source.requires_grad for source in sources)
-    requires_grad = differentiable and dtype.is_floating_point and "detach" not in str(target)
+    requires_grad = differentiable and kind != "plain" and dtype.is_floating_point and "detach" not in str(target)
     return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=requires_grad)
 
 

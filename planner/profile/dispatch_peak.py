@@ -115,8 +115,10 @@ def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
             live.ignore(leaf)
         # Autograd does not let an in-place op write to a leaf: run its functional variant.
         leaves_of_result = pytree.tree_leaves(run_op(op, leaves, functional=bool(differentiable)))
-        results = [leaf for leaf in leaves_of_result if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        del leaves_of_result
+        tensors = [leaf for leaf in leaves_of_result if isinstance(leaf, torch.Tensor)]
+        # A view of a leaf requires a gradient even without a graph.
+        results = [tensor for tensor in tensors if tensor.requires_grad and op.grad_enabled]
+        del leaves_of_result, tensors
         forward = live.dispatched()
         if not differentiable or not results:
             return OpRun(0, forward, NOTHING)

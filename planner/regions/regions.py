@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from planner.errors import ModelError
-from planner.graph.op_graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name
+from planner.graph.op_graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name, writes_plain
 from planner.regions.module_bodies import OUTSIDE, ModuleBodies, SlotKey
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
@@ -161,7 +161,7 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
     """
     bodies = ModuleBodies(graph)
     sets = _DisjointSets()
-    ops = [op for op in graph.ops if any(graph.values[v].kind == "activation" for v in op.outputs)]
+    ops = [op for op in graph.ops if _has_layouts(graph, op)]
     entries = [key for key in bodies.entries if graph.values[key[0]].kind != "plain"]
     for key in entries:
         sets.find(("slot", key))
@@ -177,6 +177,12 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
         members[sets.find(("slot", key))][1].append(key)
     regions = [_build_region(graph, bodies, index, *items) for index, items in enumerate(members.values())]
     return _with_links(graph, regions, fold)
+
+
+def _has_layouts(graph: OpGraph, op: Op) -> bool:
+    """Return whether ``op`` computes an activation, or writes one to a plain tensor."""
+    computes = any(graph.values[name].kind == "activation" for name in op.outputs)
+    return computes or writes_plain(op, [graph.values[name] for name in op.inputs])
 
 
 def _connects_ops(graph: OpGraph, bodies: ModuleBodies, op: Op, value: str) -> bool:

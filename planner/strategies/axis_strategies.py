@@ -10,9 +10,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import divides
-from planner.graph.op_graph import Op, Value
+from planner.graph.op_graph import Op, Value, writes_plain
 from planner.regions.module_bodies import OUTSIDE
 from planner.regions.regions import Region, RegionOp, find_op_inputs
+from planner.strategies.buffer_updates import AVERAGE
 from planner.strategies.dtensor_rules import DTensorRules
 from planner.strategies.own_rules import dtensor_may_run, own_rules, strided_placements
 
@@ -53,7 +54,7 @@ class AxisRules:
     def __init__(self, rules: DTensorRules) -> None:
         self._rules = rules
 
-    def forward(self, op: Op, inputs: Sequence[Value], placements: Placements) -> tuple[Placement, ...] | None:
+    def forward(self, op: Op, inputs: Sequence[Value], placements: Placements) -> Placements | None:
         """Return the placements of the op's outputs; None where the op does not run on inputs in ``placements``."""
         own = own_rules(op, inputs)
         if own is not None:
@@ -96,18 +97,6 @@ def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> It
     return _RegionSearch(region, rules, axis_size).run()
 
 
-def _may_pass_on(placement: Placement) -> bool:
-    """Return whether an op may pass a tensor with this placement to the next op.
-
-    Two placements are ruled out. The planner has no redistribution from partial results other than sums. A strided
-    shard, which a view that merges a sharded dim returns, has state that the placement does not show: DTensor's
-    behaviour on single ops would not tell its behaviour on the whole region.
-    """
-    if isinstance(placement, _StridedShard):
-        return False
-    return not placement.is_partial() or getattr(placement, "reduce_op", "sum") == "sum"
-
-
 class _RegionSearch:
     """Search over the placements of one region: forward through its ops, then backward for their gradients."""
 
@@ -116,6 +105,8 @@ class _RegionSearch:
         self._rules = rules
         self._size = axis_size
         self._exits = set(region.exits)
+        read = {i for op in region.ops if not writes_plain(op.op, find_op_inputs(region, op)) for i in op.inputs}
+        self._written = {i for op in region.ops for i in op.inputs} - read - self._exits
 
     def run(self) -> Iterator[AxisStrategy]:
         slots = range(len(self._region.slots))
@@ -141,9 +132,23 @@ class _RegionSearch:
         for choice in itertools.product(*options):
             placed = forward | dict(zip(unplaced, choice, strict=True))
             outputs = self._rules.forward(region_op.op, inputs, tuple(placed[i] for i in region_op.inputs))
-            if outputs is None or not all(map(_may_pass_on, outputs)):
+            if outputs is None or not all(map(self._may_pass_on, region_op.outputs, outputs)):
                 continue
             yield from self._forward(placed | dict(zip(region_op.outputs, outputs, strict=True)), step + 1)
+
+    def _may_pass_on(self, position: int, placement: Placement | None) -> bool:
+        """Return whether an op may pass a tensor with this placement to the next op.
+
+        Two placements are ruled out. The planner has no redistribution from partial results other than sums, except
+        where the results are only written to buffers. A strided shard, which a view that merges a sharded dim returns,
+        has state that the placement does not show: DTensor's behaviour on single ops would not tell its behaviour on
+        the whole region.
+        """
+        if placement is None:
+            return True
+        if isinstance(placement, _StridedShard):
+            return False
+        return not placement.is_partial() or placement == P or (placement == AVERAGE and position in self._written)
 
     def _options(self, position: int) -> Iterator[Placement | None]:
         slot = self._region.slots[position]

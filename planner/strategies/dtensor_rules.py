@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,7 +69,11 @@ def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
 
 @contextmanager
 def quiet_dtensor() -> Iterator[None]:
-    """Silence DTensor's log of layouts that it refuses. Entering takes a millisecond: enter once for many ops."""
+    """Silence DTensor's log of layouts that it refuses, and its warning that random ops differ on CPUs.
+
+    The executor runs random ops itself (`executor.runtime.random_state`). Entering takes a millisecond: enter once for
+    many ops.
+    """
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     if level == logging.ERROR:
@@ -76,7 +81,9 @@ def quiet_dtensor() -> Iterator[None]:
         return
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
+            yield
     finally:
         logger.setLevel(level)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout, shard_counts, split_factor
-from planner.graph.op_graph import Op, Value
+from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels
-from planner.strategies import context_parallel, expert_parallel
+from planner.strategies import buffer_updates, context_parallel, expert_parallel
 from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
@@ -23,6 +23,10 @@ def inner_collectives(
         return context_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
     if op.target_name == experts.OP_NAME:
         return expert_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
+    if writes_plain(op, inputs):
+        return buffer_updates.write_collectives(inputs, layouts, shapes, mesh_shape)
+    if op.target_name == buffer_updates.BATCH_NORM:
+        return buffer_updates.batch_norm_collectives(op, inputs, layouts, mesh_shape)
     losses = ("aten.cross_entropy_loss.default", fused_kernels.CROSS_ENTROPY)
     if op.target_name in losses and is_shardable_cross_entropy(op, inputs):
         return _cross_entropy_collectives(inputs, layouts, mesh_shape)

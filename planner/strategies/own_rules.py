@@ -15,6 +15,9 @@ each expert.
 (`planner.model_rewrites.fused_kernels`). The rules shard every dim except the dim that a norm reduces or a rotation
 pairs. The rules of the loss are those of `cross_entropy_loss`.
 
+`batch_norm`, `instance_norm`, writes to buffers  DTensor loses the writes, or refuses them
+(`planner.strategies.buffer_updates`).
+
 Each rule holds on one mesh axis. A strategy on several axes has one rule for each axis; `axis_rules_combine` lists the
 exceptions.
 """
@@ -22,37 +25,20 @@ exceptions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout
-from planner.graph.op_graph import Op, Value
+from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels
-from planner.strategies import context_parallel, expert_parallel
+from planner.strategies import buffer_updates, context_parallel, expert_parallel
+from planner.strategies.axis_rule import AxisRule
 
 R = Replicate()
 P = Partial()
 FUSED_GATE_UP = _StridedShard(1, split_factor=experts.GATE_UP_MATRICES)
 """Placement of the experts' fused gate-up weight (gate rows, then up rows): a shard has the same rows of both."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisRule:
-    """One way to run an op on one mesh axis.
-
-    Attributes:
-        inputs: placements of the inputs; None for a plain tensor.
-        output: placement of the output.
-        output_gradient: placement in which the output's gradient arrives.
-        input_gradients: placements of the gradients of the inputs; None where there is none.
-    """
-
-    inputs: tuple[Placement | None, ...]
-    output: Placement
-    output_gradient: Placement
-    input_gradients: tuple[Placement | None, ...]
 
 
 def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -295,6 +281,8 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     fused_kernels.GATED_PAIRS: _gated_pairs,
     fused_kernels.ROTARY: _rotary,
     fused_kernels.CROSS_ENTROPY: _cross_entropy,
+    buffer_updates.BATCH_NORM: buffer_updates.batch_norm_rules,
+    buffer_updates.INSTANCE_NORM: buffer_updates.instance_norm_rules,
 }
 
 
@@ -302,6 +290,8 @@ def own_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     """Return the rules of ``op``; None for an op that DTensor runs."""
     if op.target_name == "aten.embedding.default" and len(op.args) > 4 and op.args[4]:
         return None  # sparse gradients
+    if writes_plain(op, inputs):
+        return buffer_updates.write_rules(op, inputs)
     builder = _RULES.get(op.target_name)
     return builder(op, inputs) if builder is not None else None
 

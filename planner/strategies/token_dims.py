@@ -227,8 +227,10 @@ class TokenDims:
         for plain in (False, True) if own_rules(op, inputs) is not None else (False,):
             placements = tuple(placement(value, dim, plain=plain) for value, dim in zip(inputs, dims, strict=True))
             outputs = self._rules.forward(op, inputs, placements)
+            if outputs is not None and None in outputs and any(dim is not None for dim in dims):
+                continue  # a buffer would get its elements in another order
             if outputs is not None:
-                return outputs
+                return tuple(output or Replicate() for output in outputs)
         return None
 
     def _request_reordering(self, op: Op, position: int, dim: int) -> None:
