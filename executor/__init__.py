@@ -2,6 +2,7 @@
 
 calibrate/  measurements of a cluster
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
+weights/    checkpoints, read into shards and written from shards
 ops/        ops that DTensor cannot run as planned
 resolve/    the plan, resolved against the module before anything is changed
 
@@ -16,8 +17,12 @@ from typing import Any
 _HOMES = {
     "Sharder": "executor.resolve.sharder",
     "device_mesh_for": "executor.resolve.mesh",
+    "load_training_state": "executor.weights.dcp.training_state",
+    "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",
     "natural_order": "executor.resolve.token_order",
+    "save_training_state": "executor.weights.dcp.training_state",
+    "save_weights": "executor.weights.save",
     "shard_module": "executor.shard",
 }
 

@@ -26,6 +26,7 @@ from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.root_arguments import attach_root_arguments
 from executor.runtime.run_context import PhaseTracker, RunContexts
+from executor.runtime.save_pretrained import refuse_save_pretrained
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
@@ -130,4 +131,5 @@ def _shard(
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
+    refuse_save_pretrained(module)
     return module

@@ -18,6 +18,7 @@ PlannerError                    exit code 2, HTTP 422
 │       ├── EmptyPathError      a Sharder for the root module (also a KeyError, as in torch)
 │       ├── UnmatchedKeyError   a key that matches nothing in the module (also an AttributeError, as in torch)
 │       └── KeyConflictError    two keys that contradict each other (also a RuntimeError, as in torch)
+├── WeightsError                weights that cannot be loaded into a module, or saved
 ├── UnsupportedTorchError       a torch version whose DTensor rules this version of shardplan does not know
 ├── SolverError                 exit code 1, HTTP 500: the solver ended without an answer
 └── InfeasibleError             exit code 3: no plan fits the memory
@@ -25,7 +26,7 @@ PlannerError                    exit code 2, HTTP 422
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -238,6 +239,32 @@ class RunError(PlanError):
         super().__init__(detail, what_to_do=what_to_do)
         self.module = module
         self.op = op
+
+
+class WeightsError(PlannerError):
+    """Weights that cannot be loaded into a module, or that cannot be saved.
+
+    Attributes:
+        missing: names of the module that the source does not have.
+        unexpected: names of the source that the module does not have.
+        mismatched: name -> (shape in the source, shape in the module), where they differ.
+    """
+
+    title = "The weights cannot be used"
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        what_to_do: str = "",
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+    ) -> None:
+        super().__init__(detail, what_to_do=what_to_do)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = dict(mismatched or {})
 
 
 class UnsupportedTorchError(PlannerError):

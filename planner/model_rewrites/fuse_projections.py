@@ -85,6 +85,26 @@ def unfuse_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> d
     return unfused
 
 
+class FusedParameter(NamedTuple):
+    """A parameter of a fused layer: old name of each part -> number of its rows, and the number of groups of rows."""
+
+    rows: Mapping[str, int]
+    groups: int
+
+
+def fused_parameters(module: nn.Module) -> dict[str, FusedParameter]:
+    """Return name -> parts of each parameter of ``module`` that `fuse_projections` made, all names from the root."""
+    fused: dict[str, FusedParameter] = {}
+    for prefix, part in module.named_modules():
+        layer: _FusedLayer | None = vars(part).get("_fused_layer")
+        if layer is None:
+            continue
+        for kind, _ in part.get_submodule(layer.name).named_parameters(recurse=False):
+            rows = {f"{prefix}.{old}.{kind}".removeprefix("."): count for old, count in layer.rows.items()}
+            fused[f"{prefix}.{layer.name}.{kind}".removeprefix(".")] = FusedParameter(rows, layer.groups)
+    return fused
+
+
 def count_fused_projections(module: nn.Module) -> int:
     """Return the number of linear layers of ``module`` that `fuse_projections` made."""
     return sum("_fused_layer" in vars(part) for part in module.modules())
