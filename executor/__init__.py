@@ -1,5 +1,6 @@
 """Runs a plan: turns a module into a DTensor module, and counts the collectives that the sharded module runs.
 
+loops/      Trainer, accelerate and peft with a sharded module
 calibrate/  measurements of a cluster
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
 weights/    checkpoints, read into shards and written from shards
@@ -21,6 +22,10 @@ _HOMES = {
     "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",
     "natural_order": "executor.resolve.token_order",
+    "prepare_accelerator": "executor.loops.accelerator",
+    "prepare_trainer": "executor.loops.trainer",
+    "save_adapters": "executor.loops.adapters",
+    "shard_added_parameters": "executor.runtime.added_parameters",
     "save_training_state": "executor.weights.dcp.training_state",
     "save_weights": "executor.weights.save",
     "shard_module": "executor.shard",
