@@ -99,9 +99,7 @@ class _ShardedTrainer:
         dist.barrier()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_training_state(
-            Path(output_dir) / _STATE_FOLDER, self.model, self.optimizer, scheduler=self.lr_scheduler
-        )
+        save_training_state(Path(output_dir) / _STATE_FOLDER, self.model, self.optimizer, scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)

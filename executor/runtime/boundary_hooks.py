@@ -22,9 +22,7 @@ from planner.errors import PlanTypeError, UnmatchedKeyError
 from planner.plan.ports import Port
 
 
-def attach_ports(
-    module: nn.Module, boundaries: Boundaries, shared: SharedRedistributions, form: BatchForm
-) -> None:
+def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedistributions, form: BatchForm) -> None:
     """Register hooks on the modules that have ports.
 
     Args:
