@@ -134,7 +134,9 @@ def _shard(
     attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
     refuse_save_pretrained(module)
-    root = ShardedRoot(plan=plan, device_mesh=resolved.device_mesh, form=form, reduction=reduction)
+    root = ShardedRoot(
+        plan=plan, device_mesh=resolved.device_mesh, form=form, redistributor=redistributor, reduction=reduction
+    )
     remember_root(module, root, contexts)
     refuse_plain_parameters(module)
     return module

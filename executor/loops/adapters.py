@@ -2,22 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cost_model.layouts.layout import Layout
 from executor.loops.whole_state import whole_state_dict
+from executor.redistribute import Redistributor
+from executor.runtime.added_parameters import shard_added_parameters
 from executor.runtime.sharded_root import root_of
+from executor.torch_internals_weights import reshard
 from planner.errors import LoopError
 
 
 def has_adapters(module: nn.Module) -> bool:
     """Return whether ``module`` is peft's model, around a sharded module or sharded itself."""
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+
+
+def add_adapters(module: nn.Module, config: Any) -> Any:
+    """Return peft's model around the sharded ``module``, with new adapters. All ranks call this together.
+
+    The adapters are replicated DTensors, with the values of rank 0, and their gradients are reduced. Make the optimizer
+    after this call. The plan does not have the adapters; to plan them, call ``get_peft_model`` before ``build_plan``.
+
+    Args:
+        module: the result of ``shard_module``, whose projections are not fused.
+        config: a config of peft.
+
+    Raises:
+        PlanMismatchError: ``module`` is not sharded.
+        LoopError: adapters other than LoRA, or adapters that start from values of the weights, which no rank has whole.
+    """
+    from peft import get_peft_model
+
+    _, root = root_of(module)
+    _check_config(config)
+    reshard(module)
+    with _plain_stand_ins(module):
+        model = get_peft_model(module, config)
+    for part in model.modules():
+        if isinstance(getattr(part, "base_layer", None), nn.Module):
+            _AdapterOutput(root.redistributor).attach(part)
+    return shard_added_parameters(model)
+
+
+def _check_config(config: Any) -> None:
+    """Raise a ``LoopError`` for adapters that are not LoRA, or that copy weights or start from their values."""
+    asked = {
+        f"peft_type={config.peft_type.value!r}": config.peft_type.value != "LORA",
+        "use_dora": getattr(config, "use_dora", False),
+        "modules_to_save": getattr(config, "modules_to_save", None),
+        "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+        "init_lora_weights": getattr(config, "init_lora_weights", True) not in (True, False, "gaussian"),
+    }
+    refused = [name for name, is_asked in asked.items() if is_asked]
+    if refused:
+        raise LoopError(
+            f"The config of the adapters has {', '.join(refused)}, for which no rank of a sharded module has the whole "
+            "weights.",
+            what_to_do="Call get_peft_model before build_plan and shard_module.",
+        )
+
+
+class _AdapterOutput:
+    """Hooks that bring what an adapter adds to the layout of what it is added to, the result of the base layer.
+
+    DTensor would choose a layout for the sum, in which the next op of the plan may not run.
+    """
+
+    def __init__(self, redistributor: Redistributor) -> None:
+        self._redistributor = redistributor
+        self._layout: Layout | None = None
+
+    def attach(self, layer: nn.Module) -> None:
+        """Hook the base layer of peft's ``layer``, and its last projection or, if it has none, the layer itself."""
+        base = cast(nn.Module, layer.base_layer)
+        base.register_forward_hook(self._note)
+        last = getattr(layer, "lora_B", None)
+        parts = [*last.children()] if isinstance(last, nn.ModuleDict) else []
+        for part in parts or [layer]:
+            part.register_forward_hook(self._bring)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._layout = tuple(output.placements) if isinstance(output, DTensor) else None
+
+    def _bring(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._layout is None or not isinstance(output, torch.Tensor):
+            return output
+        return self._redistributor.redistribute(output, self._layout)
+
+
+@contextmanager
+def _plain_stand_ins(module: nn.Module) -> Iterator[None]:
+    """Return a context in which every DTensor parameter is a plain tensor of the same shape, without memory of its own.
+
+    peft sizes an adapter by the local tensor of a DTensor.
+    """
+    stored = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if _is_dtensor(p)]
+    try:
+        for part, name, parameter in stored:
+            assert parameter is not None
+            one = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+            part._parameters[name] = nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
+        yield
+    finally:
+        for part, name, parameter in stored:
+            stand_in = part._parameters[name]
+            assert parameter is not None
+            assert stand_in is not None
+            parameter.requires_grad_(stand_in.requires_grad)
+            part._parameters[name] = parameter
+
+
+def _is_dtensor(parameter: nn.Parameter | None) -> bool:
+    return isinstance(parameter, DTensor)
 
 
 def save_adapters(module: Any, folder: Path) -> None:

@@ -23,9 +23,10 @@ def shard_added_parameters(module: nn.Module) -> nn.Module:
         module: the result of ``shard_module``, or a module around it.
 
     Raises:
-        PlanMismatchError: there is no sharded module in ``module``.
+        PlanMismatchError: there is no sharded module in ``module``, or adapters have the size of a shard.
     """
     _, root = root_of(module)
+    _check_adapters(module)
     placed: dict[nn.Parameter, nn.Parameter] = {}
     layout = (Replicate(),) * root.device_mesh.ndim
     for part in module.modules():
@@ -38,6 +39,26 @@ def shard_added_parameters(module: nn.Module) -> nn.Module:
             part.register_parameter(name, placed[parameter])
     root.reduction.attach(placed.values())
     return module
+
+
+def _check_adapters(module: nn.Module) -> None:
+    """Raise an error for adapters that peft has sized by the local tensor of a sharded weight."""
+    wrong = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(base := getattr(part, "base_layer", None), nn.Linear)
+        and (getattr(part, "in_features", None), getattr(part, "out_features", None))
+        not in ((base.in_features, base.out_features), (None, None))
+    ]
+    if wrong:
+        raise PlanMismatchError(
+            f"{len(wrong)} adapters have the size of this rank's shard of the weight: {', '.join(wrong[:4])}.",
+            subject="module",
+            expected="adapters of whole weights",
+            found="adapters that get_peft_model made of a sharded module",
+            what_to_do="Call executor.add_adapters(model, config) in place of get_peft_model, or get_peft_model before "
+            "build_plan.",
+        )
 
 
 def refuse_plain_parameters(module: nn.Module) -> None:
@@ -63,5 +84,6 @@ class _PlainParameters:
                 subject="module",
                 expected="DTensors",
                 found="parameters that were added after shard_module",
-                what_to_do="Call executor.shard_added_parameters(model), and make the optimizer after it.",
+                what_to_do="Call executor.shard_added_parameters(model), and make the optimizer after it; for adapters of "
+                "peft, executor.add_adapters(model, config) in place of get_peft_model.",
             )

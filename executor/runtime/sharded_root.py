@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from executor.redistribute import Redistributor
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import RunContexts
 from executor.runtime.whole_batches import BatchForm
@@ -26,12 +27,14 @@ class ShardedRoot:
         plan: the plan that it runs.
         device_mesh: mesh of the ranks that run it.
         form: whether its batches are whole.
+        redistributor: redistributes tensors on the mesh.
         reduction: reduces the gradients of its parameters.
     """
 
     plan: ShardingPlan
     device_mesh: DeviceMesh
     form: BatchForm
+    redistributor: Redistributor
     reduction: GradientReduction
 
 
