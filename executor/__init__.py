@@ -1,5 +1,6 @@
 """Runs a plan: turns a module into a DTensor module, and counts the collectives that the sharded module runs.
 
+loops/      Trainer, accelerate and peft with a sharded module
 calibrate/  measurements of a cluster
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
 weights/    checkpoints, read into shards and written from shards
@@ -16,11 +17,16 @@ from typing import Any
 
 _HOMES = {
     "Sharder": "executor.resolve.sharder",
+    "add_adapters": "executor.loops.adapters",
     "device_mesh_for": "executor.resolve.mesh",
     "load_training_state": "executor.weights.dcp.training_state",
     "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",
     "natural_order": "executor.resolve.token_order",
+    "prepare_accelerator": "executor.loops.accelerator",
+    "prepare_trainer": "executor.loops.trainer",
+    "save_adapters": "executor.loops.adapters",
+    "shard_added_parameters": "executor.runtime.added_parameters",
     "save_training_state": "executor.weights.dcp.training_state",
     "save_weights": "executor.weights.save",
     "random_state": "executor.runtime.random_state",

@@ -18,6 +18,7 @@ from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
+from executor.runtime.added_parameters import refuse_plain_parameters
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.buffers import keep_buffers_whole
 from executor.runtime.checkpointing import checkpoint_blocks
@@ -30,6 +31,7 @@ from executor.runtime.root_arguments import attach_root_arguments
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.save_pretrained import refuse_save_pretrained
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
+from executor.runtime.sharded_root import ShardedRoot, remember_root
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
@@ -141,4 +143,9 @@ def _shard(
     attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
     refuse_save_pretrained(module)
+    root = ShardedRoot(
+        plan=plan, device_mesh=resolved.device_mesh, form=form, redistributor=redistributor, reduction=reduction
+    )
+    remember_root(module, root, contexts)
+    refuse_plain_parameters(module)
     return module

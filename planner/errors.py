@@ -18,6 +18,7 @@ PlannerError                    exit code 2, HTTP 422
 │       ├── EmptyPathError      a Sharder for the root module (also a KeyError, as in torch)
 │       ├── UnmatchedKeyError   a key that matches nothing in the module (also an AttributeError, as in torch)
 │       └── KeyConflictError    two keys that contradict each other (also a RuntimeError, as in torch)
+├── LoopError                   a loop (Trainer, accelerate, peft) that does what a sharded module does not allow
 ├── WeightsError                weights that cannot be loaded into a module, or saved
 ├── UnsupportedTorchError       a torch version whose DTensor rules this version of shardplan does not know
 ├── SolverError                 exit code 1, HTTP 500: the solver ended without an answer
@@ -239,6 +240,12 @@ class RunError(PlanError):
         super().__init__(detail, what_to_do=what_to_do)
         self.module = module
         self.op = op
+
+
+class LoopError(PlannerError):
+    """Something that a training loop does, or is told to do, which a sharded module does not allow."""
+
+    title = "The loop cannot run a sharded module"
 
 
 class WeightsError(PlannerError):

@@ -198,7 +198,7 @@ class _GradientCheck:
         for item in self._group.parameters:
             gathered = item.parameter
             # torch all-gathers into the same parameter object each time.
-            if gathered not in self._hooked:
+            if gathered.requires_grad and gathered not in self._hooked:
                 self._hooked.add(gathered)
                 gathered.register_hook(self._check_of(item))
 

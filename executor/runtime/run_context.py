@@ -95,6 +95,11 @@ class RunContexts:
             self._part = None
             self._leave(module, args, output)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the root's hooks have entered the contexts of a forward, which has not ended."""
+        return self._forward is not None
+
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Return a context for a block's forward that runs again inside a backward pass."""

@@ -40,6 +40,8 @@ class BatchForm:
     def __init__(self, planned_samples: int | None) -> None:
         """Take the samples of a global micro-batch in the plan; None: not stated."""
         self.is_whole = False
+        self.keeps_logits_sharded = False
+        """Whether a result with a loss keeps its other tensors as DTensors, which may be too large to be gathered."""
         self.samples: int | None = None
         """Samples of the global micro-batch of the current call; None: not known."""
         self.was_uneven = False
@@ -210,6 +212,8 @@ class _GatherResults:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._form.is_whole:
             return output
+        if self._form.keeps_logits_sharded and any(map(_is_scalar, pytree.tree_leaves(output, is_leaf=is_cache))):
+            return pytree.tree_map(lambda leaf: self._gathered(leaf) if _is_scalar(leaf) else leaf, output)
         return pytree.tree_map(self._gathered, output, is_leaf=is_cache)
 
     def _gathered(self, leaf: Any) -> Any:
@@ -217,7 +221,13 @@ class _GatherResults:
             return leaf
         whole = self._redistributor.redistribute(leaf, self._redistributor.replicated)
         local: torch.Tensor = whole.to_local(grad_placements=self._redistributor.replicated)
+        if local.dim() == 0:
+            return local.clone()  # loops scale losses in place, which autograd forbids for this view
         zigzag = self._redistributor.zigzag
         if zigzag is not None and local.dim() > 1 and local.shape[1] == zigzag.length:
             return zigzag.to_natural(local, 1)
         return local
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, DTensor) and leaf.dim() == 0

@@ -92,6 +92,10 @@ def options_of_groups(optimizer: Optimizer, targets: list[Target], saved: list[d
     options = []
     for number, group in enumerate(optimizer.param_groups):
         names = [name for parameter in group["params"] for name in by_parameter[parameter].unfused_names]
+        if not names:
+            # A group without parameters, as a Trainer makes for those without weight decay.
+            options.append(saved[number]["options"] if number < len(saved) else {})
+            continue
         found = {group_of.get(name) for name in names}
         if len(found) != 1 or None in found:
             raise WeightsError(

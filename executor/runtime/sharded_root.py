@@ -1,0 +1,115 @@
+"""``ShardedRoot``: what ``shard_module`` knows of a sharded module, for code that is given only the module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from executor.redistribute import Redistributor
+from executor.runtime.grad_reduction import GradientReduction
+from executor.runtime.run_context import RunContexts
+from executor.runtime.whole_batches import BatchForm
+from planner.errors import PlanMismatchError
+from planner.plan.sharding_plan import ShardingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedRoot:
+    """A sharded module with its plan.
+
+    Attributes:
+        plan: the plan that it runs.
+        device_mesh: mesh of the ranks that run it.
+        form: whether its batches are whole.
+        redistributor: redistributes tensors on the mesh.
+        reduction: reduces the gradients of its parameters.
+    """
+
+    plan: ShardingPlan
+    device_mesh: DeviceMesh
+    form: BatchForm
+    redistributor: Redistributor
+    reduction: GradientReduction
+
+
+_roots: MutableMapping[nn.Module, ShardedRoot] = weakref.WeakKeyDictionary()
+"""Sharded module -> its record. Global, because ``shard_module`` and the loops share nothing but the module."""
+
+
+def remember_root(module: nn.Module, root: ShardedRoot, contexts: RunContexts) -> None:
+    """Remember that ``module`` is sharded; its ``forward``, called directly, runs the hooks too, and DDP is refused.
+
+    Call it after all other wrappers of the root's forward.
+    """
+    _roots[module] = root
+    module.forward = _DirectForward(module, contexts)
+    # DistributedDataParallel reads this attribute first of all.
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP(type(module).__name__)
+
+
+def find_root(module: nn.Module) -> tuple[nn.Module, ShardedRoot] | None:
+    """Return the sharded module in ``module``, which may be wrapped (by peft, for instance), and its record."""
+    for part in module.modules():
+        if part in _roots:
+            return part, _roots[part]
+    return None
+
+
+def root_of(module: nn.Module) -> tuple[nn.Module, ShardedRoot]:
+    """Return the result of ``find_root``.
+
+    Raises:
+        PlanMismatchError: there is no sharded module in ``module``.
+    """
+    found = find_root(module)
+    if found is None:
+        raise PlanMismatchError(
+            f"{type(module).__name__} is no sharded module.",
+            subject="module",
+            expected="the result of shard_module",
+            found="a plain module",
+            what_to_do="Call shard_module first.",
+        )
+    return found
+
+
+class _DirectForward:
+    """The root's forward; where it is called without the module's hooks, as peft does, it calls the module."""
+
+    def __init__(self, module: nn.Module, contexts: RunContexts) -> None:
+        self._module = weakref.ref(module)
+        self._contexts = contexts
+        self._forward: Callable[..., Any] = module.forward
+        # Signatures are looked up on forward, by the executor and by transformers.
+        functools.update_wrapper(self, self._forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if self._contexts.is_running:
+            return self._forward(*args, **kwargs)
+        module = self._module()
+        assert module is not None
+        return module(*args, **kwargs)
+
+
+class _RefuseDDP:
+    """Stands where ``DistributedDataParallel`` looks for parameters to ignore, and raises an error when it does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __iter__(self) -> Iterator[str]:
+        raise PlanMismatchError(
+            f"DistributedDataParallel is about to wrap a sharded {self._name}, which reduces its gradients itself.",
+            subject="module",
+            expected="a sharded module that nothing wraps",
+            found="DistributedDataParallel",
+            what_to_do="Call the module itself. With Trainer call executor.prepare_trainer(trainer) before training, with "
+            "accelerate executor.prepare_accelerator(accelerator, model) before accelerator.prepare.",
+        )
