@@ -28,10 +28,16 @@ _MOST_BOXES = 64
 
 
 class LazyTensor(abc.ABC):
-    """A tensor of known shape and dtype whose values are read later."""
+    """A tensor of known shape and dtype whose values are read later.
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        reads_slices: whether reading a slice takes the time and memory of that slice; otherwise more is read.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, *, reads_slices: bool = True) -> None:
+        self.shape, self.dtype, self.reads_slices = torch.Size(shape), dtype, reads_slices
 
     @abc.abstractmethod
     def read(self, indices: Indices) -> torch.Tensor:
@@ -45,8 +51,15 @@ class LazyTensor(abc.ABC):
 class StoredTensor(LazyTensor):
     """A tensor in a file or in memory, of which contiguous slices can be read."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, read_box: Callable[[Box], torch.Tensor]) -> None:
-        super().__init__(shape, dtype)
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        read_box: Callable[[Box], torch.Tensor],
+        *,
+        reads_slices: bool = True,
+    ) -> None:
+        super().__init__(shape, dtype, reads_slices=reads_slices)
         self._read_box = read_box
 
     def read(self, indices: Indices) -> torch.Tensor:
@@ -90,7 +103,7 @@ class JoinedTensor(LazyTensor):
         """
         shape = list(parts[0].shape)
         shape[dim] = len(part_of)
-        super().__init__(shape, parts[0].dtype)
+        super().__init__(shape, parts[0].dtype, reads_slices=all(part.reads_slices for part in parts))
         self._parts, self._dim, self._part_of, self._index_in_part = tuple(parts), dim, part_of, index_in_part
 
     def read(self, indices: Indices) -> torch.Tensor:
@@ -120,7 +133,7 @@ class SelectedTensor(LazyTensor):
     def __init__(self, source: LazyTensor, dim: int, chosen: torch.Tensor) -> None:
         shape = list(source.shape)
         shape[dim] = len(chosen)
-        super().__init__(shape, source.dtype)
+        super().__init__(shape, source.dtype, reads_slices=source.reads_slices)
         self._source, self._dim, self._chosen = source, dim, chosen
 
     def read(self, indices: Indices) -> torch.Tensor:
@@ -136,7 +149,7 @@ class TransposedTensor(LazyTensor):
     """A tensor with two dims exchanged."""
 
     def __init__(self, source: LazyTensor, dim0: int, dim1: int) -> None:
-        super().__init__(_exchanged(source.shape, dim0, dim1), source.dtype)
+        super().__init__(_exchanged(source.shape, dim0, dim1), source.dtype, reads_slices=source.reads_slices)
         self._source, self._dims = source, (dim0, dim1)
 
     def read(self, indices: Indices) -> torch.Tensor:
@@ -152,7 +165,8 @@ class UnsqueezedTensor(LazyTensor):
     """A tensor with one more dim of size 1."""
 
     def __init__(self, source: LazyTensor, dim: int) -> None:
-        super().__init__([*source.shape[:dim], 1, *source.shape[dim:]], source.dtype)
+        shape = [*source.shape[:dim], 1, *source.shape[dim:]]
+        super().__init__(shape, source.dtype, reads_slices=source.reads_slices)
         self._source, self._dim = source, dim
 
     def read(self, indices: Indices) -> torch.Tensor:
@@ -205,9 +219,9 @@ def full_indices(shape: Sequence[int]) -> Indices:
 
 
 def read_into(values: torch.Tensor, tensor: LazyTensor, indices: Indices) -> None:
-    """Copy ``tensor`` at ``indices`` into ``values``, cast to its dtype, a block of rows at a time."""
-    if not indices:
-        values.copy_(tensor.read(()))
+    """Copy ``tensor`` at ``indices`` into ``values``, cast to its dtype; by blocks of rows if it reads slices."""
+    if not indices or not tensor.reads_slices:
+        values.copy_(tensor.read(indices))
         return
     row_nbytes = max(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize, 1)
     rows = max(_BLOCK_NBYTES // row_nbytes, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from executor.weights.pretrained import ignored_in_checkpoint, in_module_names, 
 from executor.weights.ranks import Ranks
 from executor.weights.sources import Source, open_source
 from executor.weights.targets import Target, targets_of
-from executor.weights.unsaved_buffers import Buffers, values_of_unsaved
+from executor.weights.unsaved_buffers import Buffers, UnsavedTensor, values_of_unsaved
 from planner.errors import WeightsError
 
 
@@ -48,7 +47,8 @@ def load_weights(
             rank, before anything is loaded. A file that fails while it is read; then some parameters have new values.
     """
     ranks = Ranks(module)
-    load_tensors(module, open_source(source, ranks), ranks, strict=strict, buffers=buffers)
+    names = {name for target in targets_of(module) for name in target.names}
+    load_tensors(module, open_source(source, ranks, names), ranks, strict=strict, buffers=buffers)
     return module
 
 
@@ -75,12 +75,12 @@ def load_tensors(
 
 def _match(
     module: nn.Module, tensors: dict[str, LazyTensor], *, strict: bool, buffers: Buffers | None
-) -> tuple[list[Match], list[Any]]:
+) -> tuple[list[Match], list[tuple[UnsavedTensor, torch.Tensor]]]:
     """Return the matches, and the values of tensors that no checkpoint holds."""
     targets = targets_of(module)
     is_ignored = _never
-    if is_pretrained(module):
-        skeleton = skeleton_of(module)
+    skeleton = skeleton_of(module) if is_pretrained(module) else None
+    if skeleton is not None:
         names = {name: target for target in targets for name in (*target.names, *target.unfused_names)}
         tensors = in_module_names(module, skeleton, names, tensors)
 
@@ -88,7 +88,7 @@ def _match(
             return ignored_in_checkpoint(skeleton, name)
 
     matches = match_names(targets, tensors, strict=strict, is_ignored=is_ignored)
-    return matches, values_of_unsaved(module, buffers)
+    return matches, values_of_unsaved(module, buffers, skeleton)
 
 
 def _never(name: str) -> bool:

@@ -101,7 +101,7 @@ def _error(
     if missing:
         sentences.append(f"The source lacks {_listed(missing, sorted(set(tensors) - set(known)))}.")
     if unexpected:
-        sentences.append(f"The module has no {_listed(unexpected, sorted(set(known) - set(tensors)))}.")
+        sentences.append(f"The module lacks {_listed(unexpected, sorted(set(known) - set(tensors)))}.")
     if mismatched:
         shown = [f"{name!r} is {there} there and {here} here" for name, (there, here) in mismatched.items()]
         more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""

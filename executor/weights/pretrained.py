@@ -128,6 +128,12 @@ def remember_conversions(skeleton: Any) -> None:
         ]
 
 
+def forget_conversions(skeleton: Any) -> None:
+    """Make ``saved_names`` convert nothing."""
+    if skeleton is not None:
+        skeleton._weight_conversions = []
+
+
 def tied_away(skeleton: Any) -> set[str]:
     """Return the names that ``save_pretrained`` leaves out, because they are tied to others."""
     return set(skeleton.all_tied_weights_keys)

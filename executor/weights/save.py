@@ -17,6 +17,7 @@ from torch import nn
 from executor.torch_internals_weights import reshard
 from executor.weights.gather import whole_on_rank
 from executor.weights.pretrained import (
+    forget_conversions,
     ignored_on_save,
     is_pretrained,
     remember_conversions,
@@ -29,8 +30,7 @@ from executor.weights.ranks import Ranks
 from executor.weights.replaced_folder import replaced_folder
 from executor.weights.safetensors_file import SafetensorsFile, dtype_name
 from executor.weights.sources import INDEX_FILE, SINGLE_FILE
-from executor.weights.targets import Target, targets_of
-from planner.errors import WeightsError
+from executor.weights.targets import Target, check_values, targets_of
 from planner.model_rewrites.fused_projection_modules import split_rows
 
 _OUR_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|(generation_)?config\.json")
@@ -97,13 +97,7 @@ class _Checkpoint:
             WeightsError: tensors on meta, or of a dtype that safetensors does not have.
         """
         targets = targets_of(module)
-        on_meta = [target.names[0] for target in targets if target.tensor.is_meta]
-        if on_meta:
-            raise WeightsError(
-                f"{len(on_meta)} tensors are on meta and have no values: {', '.join(on_meta[:8])}. Nothing has been "
-                "written.",
-                what_to_do="Call load_weights first.",
-            )
+        check_values(targets)
         skeleton = None
         dropped: set[str] = set()
         ignored: set[str] = set()
@@ -113,7 +107,12 @@ class _Checkpoint:
             dropped, ignored = tied_away(skeleton), ignored_on_save(skeleton)
         targets = [target for target in targets if not ignored.issuperset(target.names)]
         own_name = {t.names: next((name for name in t.names if name not in dropped), t.names[0]) for t in targets}
-        groups, headers = _grouped(targets, own_name, skeleton)
+        try:
+            groups, headers = _grouped(targets, own_name, skeleton)
+        except (LookupError, RuntimeError, ValueError):
+            # A few families' experts are converted all at once only; from_pretrained reads the model's own names too.
+            forget_conversions(skeleton)
+            groups, headers = _grouped(targets, own_name, skeleton)
         for name, tensor in headers.items():
             dtype_name(name, tensor.dtype)
         return cls(

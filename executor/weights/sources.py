@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from executor.weights.dcp.opened_state import OpenedState, is_training_state
 from executor.weights.dcp.source import dcp_tensors, is_dcp_folder
 from executor.weights.lazy_tensors import Box, LazyTensor, StoredTensor, in_memory
 from executor.weights.ranks import Ranks
@@ -38,13 +39,15 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
 
-def open_source(source: Source, ranks: Ranks) -> dict[str, LazyTensor]:
+def open_source(source: Source, ranks: Ranks, names: Collection[str]) -> dict[str, LazyTensor]:
     """Return name -> lazy tensor of everything in ``source``. All ranks call this together.
 
     Args:
         source: path of a safetensors file, a folder with such files or with a DCP checkpoint, or a state dict. Ranks
             that have no state dict pass None, and get its values from the first rank that has one.
         ranks: the ranks that load together.
+        names: names of the module: a training state has fused projections under their parts' names where these are
+            the module's.
 
     Raises:
         WeightsError: a path that is none of these, a file that cannot be read, or no source on any rank.
@@ -57,7 +60,7 @@ def open_source(source: Source, ranks: Ranks) -> dict[str, LazyTensor]:
         is_path = ranks.gathered(True)
         if all(is_path):
             with ranks.agreeing(what="opening the source of weights"):
-                return _of_path(Path(source))
+                return _of_path(Path(source), names)
     raise WeightsError(
         f"Rank {is_path.index(True)} has a path as its source of weights, and rank {is_path.index(False)} has none.",
         what_to_do="Pass the path on every rank, or a state dict on one rank and None on the others.",
@@ -96,7 +99,7 @@ class _SliceReader:
             return values
 
 
-def _of_path(path: Path) -> dict[str, LazyTensor]:
+def _of_path(path: Path, names: Collection[str]) -> dict[str, LazyTensor]:
     if path.is_file():
         return _of_file(path)
     if not path.is_dir():
@@ -105,6 +108,8 @@ def _of_path(path: Path) -> dict[str, LazyTensor]:
             what_to_do="Give a path that every rank can read; huggingface_hub.snapshot_download returns the folder of "
             "a model of the Hub.",
         )
+    if is_training_state(path):
+        return OpenedState.of(path).of_model(names)
     if is_dcp_folder(path):
         return dcp_tensors(path)
     index = path / INDEX_FILE

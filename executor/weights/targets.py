@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from executor.torch_internals import local_of
+from planner.errors import WeightsError
 from planner.model_rewrites.fuse_projections import FusedParameter, fused_parameters
 
 
@@ -49,6 +51,17 @@ def targets_of(module: nn.Module) -> list[Target]:
         Target(names=tuple(own), tensor=tensors[key], fused=next((fused[n] for n in own if n in fused), None))
         for key, own in names.items()
     ]
+
+
+def check_values(targets: Sequence[Target]) -> None:
+    """Raise an error if some of ``targets`` are on meta."""
+    on_meta = [target.names[0] for target in targets if target.tensor.is_meta]
+    if on_meta:
+        raise WeightsError(
+            f"{len(on_meta)} tensors are on meta and have no values: {', '.join(on_meta[:8])}. Nothing has been "
+            "written.",
+            what_to_do="Call load_weights first.",
+        )
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

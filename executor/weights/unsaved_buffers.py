@@ -46,11 +46,18 @@ def unsaved_tensors(module: nn.Module) -> list[UnsavedTensor]:
     return unsaved
 
 
-def values_of_unsaved(module: nn.Module, buffers: Buffers | None) -> list[tuple[UnsavedTensor, torch.Tensor]]:
+def values_of_unsaved(
+    module: nn.Module, buffers: Buffers | None, skeleton: nn.Module | None
+) -> list[tuple[UnsavedTensor, torch.Tensor]]:
     """Return each unsaved tensor of ``module`` with its values, on the CPU.
 
     Values come from ``buffers``. Those of transformers' models are made by building the model anew from its config,
     with parameters on meta.
+
+    Args:
+        module: the root module.
+        buffers: values by name, or a function that builds the unsharded module; None: nothing is given.
+        skeleton: the skeleton of ``module``, if it is a model of transformers.
 
     Raises:
         WeightsError: tensors whose values nothing gives, or values of another shape; names all of them.
@@ -62,7 +69,7 @@ def values_of_unsaved(module: nn.Module, buffers: Buffers | None) -> list[tuple[
     for prefix, part in module.named_modules():
         inside = [item for item in unsaved if item.name not in given and _is_inside(item.name, prefix)]
         if inside and is_pretrained(part):
-            made = named_tensors(skeleton_of(part))
+            made = named_tensors(skeleton if skeleton is not None and part is module else skeleton_of(part))
             given = {**{f"{prefix}.{name}".removeprefix("."): value for name, value in made.items()}, **given}
     wrong = [item for item in unsaved if item.name not in given or given[item.name].shape != item.tensor.shape]
     if wrong:

@@ -20,6 +20,11 @@ OTHER_FILE = "training_state.pt"
 VERSION = 1
 
 
+def is_training_state(folder: Path) -> bool:
+    """Return whether ``folder`` holds what ``save_training_state`` wrote."""
+    return is_dcp_folder(folder) and (folder / OTHER_FILE).is_file()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedState:
     """A training state: path of keys -> tensor, and what is no tensor of a parameter's shape."""
@@ -34,7 +39,7 @@ class OpenedState:
         Raises:
             WeightsError: there is none.
         """
-        if not is_dcp_folder(folder) or not (folder / OTHER_FILE).is_file():
+        if not is_training_state(folder):
             raise WeightsError(
                 f"{str(folder)!r} holds no training state.",
                 what_to_do="Give a folder that save_training_state wrote; load_weights reads other checkpoints.",

@@ -46,9 +46,14 @@ def optimizer_contents(
     values: dict[str, dict[str, Any]] = {}
     for parameter, target in by_parameter.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-            if has_shape:
+            if _is_like(value, parameter, key):
                 tensors.setdefault(target.names[0], {})[key] = for_dcp(value)
+            elif isinstance(value, DTensor):
+                raise WeightsError(
+                    f"The optimizer's state {key!r} of {target.names[0]!r} is a DTensor of shape {tuple(value.shape)}, "
+                    f"not of the parameter's shape {tuple(parameter.shape)}.",
+                    what_to_do="Save with torch.distributed.checkpoint, and resume under the same plan.",
+                )
             else:
                 values.setdefault(target.names[0], {})[key] = _plain(value)
     groups = [
@@ -61,10 +66,18 @@ def optimizer_contents(
     return tensors, values, groups
 
 
+def _is_like(value: Any, parameter: torch.Tensor, key: str) -> bool:
+    """Return whether ``value`` is a tensor of the parameter's shape and layout; a step counter never is."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and isinstance(value, DTensor) == isinstance(parameter, DTensor)
+        and not (key == "step" and value.dim() == 0)
+    )
+
+
 def _plain(value: Any) -> Any:
-    """Return ``value`` as a tensor on the CPU if it is a tensor."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().cpu()
+    """Return ``value``, on the CPU if it is a tensor."""
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 

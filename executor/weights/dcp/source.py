@@ -35,7 +35,7 @@ def dcp_entries(folder: Path) -> dict[tuple[str, ...], LazyTensor]:
     paths: dict[str, tuple[str, ...]] = metadata.planner_data or {}
     return {
         tuple(map(str, paths.get(name, (name,)))): StoredTensor(
-            item.size, item.properties.dtype, _SliceReader(folder, metadata, name)
+            item.size, item.properties.dtype, _SliceReader(folder, metadata, name), reads_slices=False
         )
         for name, item in metadata.state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata)
@@ -43,7 +43,7 @@ def dcp_entries(folder: Path) -> dict[tuple[str, ...], LazyTensor]:
 
 
 class _SliceReader:
-    """Reads slices of one tensor of a DCP checkpoint."""
+    """Reads slices of one tensor of a DCP checkpoint; every piece of a file that a slice touches is read whole."""
 
     def __init__(self, folder: Path, metadata: Metadata, name: str) -> None:
         self._folder, self._metadata, self._name = folder, metadata, name

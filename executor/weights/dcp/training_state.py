@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,8 @@ from executor.weights.dcp.source import MODEL
 from executor.weights.load import load_tensors
 from executor.weights.ranks import Ranks
 from executor.weights.replaced_folder import replaced_folder
-from executor.weights.targets import Target, targets_of
+from executor.weights.targets import Target, check_values, targets_of
+from executor.weights.unsaved_buffers import Buffers
 from planner.errors import WeightsError
 
 
@@ -66,30 +68,12 @@ def save_training_state(
     reshard(module)
     ranks = Ranks(module)
     with ranks.agreeing(what="preparing a training state"):
-        targets = targets_of(module)
-        on_meta = [target.names[0] for target in targets if target.tensor.is_meta]
-        if on_meta:
-            raise WeightsError(
-                f"{len(on_meta)} tensors are on meta and have no values: {', '.join(on_meta[:8])}. Nothing has been "
-                "written.",
-                what_to_do="Call load_weights first.",
-            )
-        state: dict[str, Any] = {MODEL: {target.names[0]: for_dcp(target.tensor) for target in targets}}
-        other: dict[str, Any] = {
-            "version": VERSION,
-            "fused": {target.names[0]: _as_data(target) for target in targets if target.fused is not None},
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "extra": dict(extra or {}),
-            "groups": None,
-        }
-        if optimizer is not None:
-            states, other["values"], other["groups"] = optimizer_contents(optimizer, targets)
-            if states:
-                state[OPTIMIZER] = {STATE: states}
+        state, other = _contents(module, optimizer, scheduler, extra)
     other["random"] = ranks.gathered(_random_state())
     with replaced_folder(folder, ranks, is_ours=_is_ours, keeps_others=False) as new_folder:
-        if ranks.rank == 0:
-            torch.save(other, new_folder / OTHER_FILE)
+        with ranks.agreeing(what="writing the options of a training state"):
+            if ranks.rank == 0:
+                _write_other(new_folder / OTHER_FILE, other)
         save(
             state,
             checkpoint_id=new_folder,
@@ -99,13 +83,38 @@ def save_training_state(
         )
 
 
+def _contents(
+    module: nn.Module, optimizer: Optimizer | None, scheduler: Scheduler | None, extra: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what DCP writes, and what it does not, of a training state.
+
+    Raises:
+        WeightsError: tensors on meta, or an optimizer of other parameters.
+    """
+    targets = targets_of(module)
+    check_values(targets)
+    state: dict[str, Any] = {MODEL: {target.names[0]: for_dcp(target.tensor) for target in targets}}
+    other: dict[str, Any] = {
+        "version": VERSION,
+        "fused": {target.names[0]: _as_data(target) for target in targets if target.fused is not None},
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "extra": dict(extra or {}),
+        "groups": None,
+    }
+    if optimizer is not None:
+        states, other["values"], other["groups"] = optimizer_contents(optimizer, targets)
+        if states:
+            state[OPTIMIZER] = {STATE: states}
+    return state, other
+
+
 def load_training_state(
     folder: str | os.PathLike[str],
     module: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     scheduler: Scheduler | None = None,
-    buffers: Any = None,
+    buffers: Buffers | None = None,
 ) -> dict[str, Any]:
     """Return the ``extra`` of ``save_training_state``, and take over the rest. All ranks call this together.
 
@@ -142,6 +151,22 @@ def load_training_state(
             _restore_random_state(random[ranks.rank])
     extra: dict[str, Any] = opened.other["extra"]
     return extra
+
+
+def _write_other(file: Path, other: Mapping[str, Any]) -> None:
+    """Write what is no tensor of a parameter's shape, and read it once, so that it can be read again.
+
+    Raises:
+        WeightsError: it has objects that a safe reader refuses.
+    """
+    torch.save(other, file)
+    try:
+        torch.load(file, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        raise WeightsError(
+            f"The state of the scheduler, the optimizer's groups or extra has an object that is not read back: {error}",
+            what_to_do="Keep to numbers, texts, tensors, lists, tuples and dicts.",
+        ) from error
 
 
 def _is_ours(name: str) -> bool:

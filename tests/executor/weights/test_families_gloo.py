@@ -15,7 +15,7 @@ from executor.resolve.batch import local_batch
 from executor.weights.load import load_weights
 from executor.weights.save import save_weights
 
-ORDINARY = ("llama", "mixtral", "t5", "qwen3")
+ORDINARY = ("llama", "mixtral", "qwen3")
 
 
 def load_step_save(rank: int, folder: str, families: list[str]) -> dict[str, list[str]]:

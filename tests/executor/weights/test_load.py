@@ -173,10 +173,26 @@ def test_conversions_that_are_no_views_are_computed(tmp_path: Path) -> None:
     assert torch.equal(values, own)
 
 
-def test_a_missing_file_of_a_class_is_an_error_before_memory_is_taken(tmp_path: Path) -> None:
+def test_nothing_is_materialized_where_names_are_missing(tmp_path: Path) -> None:
     model = build_on_meta("llama")
     save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "model.safetensors")
     error = faults(model, tmp_path)
     assert len(error.missing) == 20
     assert "and 12 more" in error.detail
     assert all(tensor.is_meta for tensor in model.parameters())
+
+
+def test_a_model_that_is_converted_all_at_once_only_is_saved_under_its_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import SplitModulelist
+
+    def refuse(self: Any, input_dict: dict[str, Any], *_: Any, **__: Any) -> None:
+        raise ValueError(f"Expected all patterns in collected tensors but only found tensors for: {list(input_dict)}")
+
+    model = build("mixtral")
+    monkeypatch.setattr(SplitModulelist, "convert", refuse)
+    save_weights(model, tmp_path / "own")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in read_checkpoint(tmp_path / "own")
+    read = type(model).from_pretrained(tmp_path / "own").state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
