@@ -30,6 +30,7 @@ _HOMES = {
     "save_training_state": "executor.weights.dcp.training_state",
     "save_weights": "executor.weights.save",
     "shard_module": "executor.shard",
+    "whole_batches": "executor.runtime.whole_batches",
 }
 
 __all__ = sorted(_HOMES)

@@ -107,7 +107,7 @@ class Redistributor:
         return self._mesh_shape[axis]
 
     def even(self, layout: Layout, shape: Sequence[int]) -> Layout:
-        """Return ``layout`` with `Replicate` on each axis that does not divide its dim of ``shape``, outermost first."""
+        """Return ``layout`` with `Replicate` on each axis that does not divide its dim of ``shape``."""
         if divides(shape, layout, self._mesh_shape):
             return layout
         result = list(self.replicated)

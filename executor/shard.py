@@ -21,6 +21,7 @@ from executor.resolve.token_order import attach_token_order
 from executor.runtime.added_parameters import refuse_plain_parameters
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.checkpointing import checkpoint_blocks
+from executor.runtime.eager_only import keep_eager
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
@@ -112,7 +113,7 @@ def _shard(
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
-    form = BatchForm()
+    form = BatchForm(job.batch // plan.micro_batches if job.batch else None)
     attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)
@@ -130,7 +131,7 @@ def _shard(
         [p for p in module.parameters() if isinstance(p, DTensor) and p not in fsdp_parameters],
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
-    apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
+    apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
     refuse_save_pretrained(module)
@@ -139,4 +140,6 @@ def _shard(
     )
     remember_root(module, root, contexts)
     refuse_plain_parameters(module)
+    if not on_meta:
+        keep_eager(module)
     return module

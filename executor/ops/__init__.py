@@ -1,7 +1,7 @@
-"""Ops that DTensor cannot run as planned, on local tensors.
+"""Ops that DTensor cannot run as planned, on local tensors; context_parallel/ has attention over split sequences.
 
 calls on DTensors, sent to these ops    dispatch.OwnOps
-attention; with the sequence sharded    attention, context_parallel, zigzag_attention
+attention                               attention
 linear layers                           linear
 embedding, cross entropy, fused ops     embedding, cross_entropy, fused
 experts and their tokens                experts, token_exchange, grouped_gemm

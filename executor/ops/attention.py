@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, sharded_dim
-from executor.ops.context_parallel import SEQUENCE, context_parallel_attention
+from executor.ops.context_parallel.attention import SEQUENCE, context_parallel_attention
 from executor.redistribute import Redistributor, stride_as
 
 _LOCAL = (Replicate(), Shard(0), Shard(1))

@@ -21,6 +21,7 @@ from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
 from executor.ops.embedding import embedding
 from executor.ops.linear import linear
+from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor
 
@@ -35,6 +36,7 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.cross_entropy: cross_entropy,
     torch.where: where,
     torch.cat: concatenate,
+    torch.Tensor.__setitem__: set_item,
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
-from cost_model.layouts.layout import Layout, divides, format_layout, sharded_dim
+from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
 from executor.resolve.fqns import path_text
 from planner.errors import PlanLayoutError, UnmatchedKeyError
 from planner.plan.ports import ports_of
@@ -21,39 +23,131 @@ def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
     return {} if spec is None else {name: port.layout for name, port in ports_of(spec)}
 
 
-def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
+def local_batch(
+    batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan, *, pad: Mapping[str, float] | None = None
+) -> Any:
     """Return this rank's slice of a global micro-batch.
 
+    A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape.
+
     Args:
-        batch: a tuple of positional or a dict of keyword arguments of the root module, as the plan names them. Every
-            rank passes the same values.
+        batch: a tuple of positional or a dict of keyword arguments of the root module. Every rank passes the same
+            values.
         device_mesh: a mesh with the shape of the plan's mesh.
         plan: its input ports of the root have the layout of each tensor.
+        pad: name of a tensor -> the value with which its samples and its sequences are padded, at their ends, to sizes
+            that the plan's axes divide: for example ``{"input_ids": 0, "attention_mask": 0, "labels": -100}``. None:
+            sizes that do not divide are an error.
 
     Raises:
-        UnmatchedKeyError: the plan does not name a tensor of the batch.
-        PlanLayoutError: the layout of a tensor does not divide the tensor evenly.
+        PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
+        UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
     """
     layouts = root_layouts(plan)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "this process is no rank of the mesh"
+    mesh_shape = tuple(device_mesh.shape)
     first = next(iter(batch), "") if isinstance(batch, dict) else "0"
+
+    def layout_of(name: str) -> Layout | None:
+        return layouts.get(name, layouts.get("") if name == first else None)
+
+    if pad is not None:
+        batch = _padded(batch, _planned(batch, layout_of), mesh_shape, pad)
+    planned = _planned(batch, layout_of)
 
     def local_slice(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         name = path_text(path)
-        layout = layouts.get(name, layouts.get("") if name == first else None)
+        layout = layout_of(name)
         if layout is None:
-            raise UnmatchedKeyError(
-                f"The batch has a tensor {name!r}, but the plan has no layout for that input of the root.",
-                field="input_plan",
-                key=name,
-                what_to_do=f"Pass the arguments that the plan was made for: {', '.join(map(repr, layouts)) or 'none'}.",
-            )
-        return slice_of(leaf, layout, tuple(device_mesh.shape), tuple(coordinate), name)
+            layout = layout_like(leaf.shape, planned, name, layouts)
+        return slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
 
     return pytree.tree_map_with_path(local_slice, batch)
+
+
+def _planned(batch: Any, layout_of: Callable[[str], Layout | None]) -> list[tuple[tuple[int, ...], Layout]]:
+    """Return shape and layout of each tensor of ``batch`` that the plan names."""
+    leaves = ((path_text(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch))
+    tensors = ((layout_of(name), leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [(tuple(leaf.shape), layout) for layout, leaf in tensors if layout is not None]
+
+
+def _padded(
+    batch: Any,
+    planned: Sequence[tuple[tuple[int, ...], Layout]],
+    mesh_shape: tuple[int, ...],
+    pad: Mapping[str, float],
+) -> Any:
+    """Return ``batch`` padded along dims 0 and 1 to multiples of the ranks that split them.
+
+    Raises:
+        PlanLayoutError: a tensor needs padding, and ``pad`` has no value for it.
+    """
+    # (dim, its length) -> the length after padding, the same for all tensors with that length.
+    lengths: dict[tuple[int, int], int] = {}
+    for shape, layout in planned:
+        for dim, count in enumerate(shard_counts(layout, mesh_shape, len(shape))[:2]):
+            length = lengths.get((dim, shape[dim]), shape[dim])
+            lengths[dim, shape[dim]] = length + -length % count
+
+    def padded(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        target = [lengths.get((dim, length), length) for dim, length in enumerate(leaf.shape)]
+        if target == list(leaf.shape):
+            return leaf
+        name = path_text(path)
+        if name not in pad:
+            raise PlanLayoutError(
+                f"The input {name!r} of shape {tuple(leaf.shape)} has to be padded to {tuple(target)}, but pad has no "
+                "value for it.",
+                field="input_plan",
+                key=name,
+                what_to_do=f"Add {name!r} to pad, with the value that the model ignores there.",
+            )
+        # torch's widths go from the last dim to the first.
+        widths = [width for dim in reversed(range(leaf.dim())) for width in (0, target[dim] - leaf.shape[dim])]
+        return torch.nn.functional.pad(leaf, widths, value=pad[name])
+
+    return pytree.tree_map_with_path(padded, batch)
+
+
+def layout_like(
+    shape: Sequence[int], planned: Iterable[tuple[Sequence[int], Layout]], name: str, named: Iterable[str]
+) -> Layout:
+    """Return the layout of a tensor that the plan does not name: that of a named tensor with the same leading dims.
+
+    That is the first named tensor of the same shape, or else the first one with the same dims up to its last sharded
+    one. A tensor that has a single row where that tensor is sharded is replicated.
+
+    Args:
+        shape: shape of the tensor, global if ``planned`` has global shapes, local if it has local ones.
+        planned: shape and layout of each named tensor.
+        name: name of the tensor in the error message.
+        named: names of the arguments in the plan, for the error message.
+
+    Raises:
+        UnmatchedKeyError: no named tensor says how the tensor is split.
+    """
+    tensors = [(tuple(other), layout) for other, layout in planned]
+    for other, layout in sorted(tensors, key=lambda item: item[0] != tuple(shape)):
+        dims = [dim for dim in map(sharded_dim, layout) if dim is not None]
+        last = max(dims, default=-1) + 1
+        # A tensor of one dim may be a table that is as long as the batch.
+        if tuple(shape) == other or (len(shape) > 1 and tuple(shape[:last]) == other[:last]):
+            return layout
+        if not dims or (len(shape) > 1 and all(dim >= len(shape) or shape[dim] == 1 for dim in dims)):
+            return (Replicate(),) * len(layout)
+    raise UnmatchedKeyError(
+        f"The argument {name!r} of shape {tuple(shape)} is not in the plan, and its shape "
+        "does not say how it is split.",
+        field="input_plan",
+        key=name,
+        what_to_do=f"Plan with {name!r} among the example inputs; the plan has {', '.join(map(repr, named))}.",
+    )
 
 
 def slice_of(
@@ -72,16 +166,33 @@ def slice_of(
         PlanLayoutError: ``layout`` does not divide the tensor evenly.
     """
     if not divides(tensor.shape, layout, mesh_shape):
-        raise PlanLayoutError(
-            f"The input {name!r} of shape {tuple(tensor.shape)} does not divide under "
-            f"({', '.join(format_layout(layout))}) on the mesh {mesh_shape}.",
-            field="input_plan",
-            key=name,
-            what_to_do="Feed the batch size and sequence length that the plan was made for.",
-        )
+        raise _uneven(tensor.shape, layout, mesh_shape, name)
     for placement, size, index in zip(layout, mesh_shape, coordinate, strict=True):
         dim = sharded_dim(placement)
         if dim is not None:
             length = tensor.shape[dim] // size
             tensor = tensor.narrow(dim, index * length, length)
     return tensor.contiguous()
+
+
+def _uneven(shape: Sequence[int], layout: Layout, mesh_shape: tuple[int, ...], name: str) -> PlanLayoutError:
+    """Return the error for a tensor of the batch that its layout does not divide; it names the sizes that would do."""
+    dims = len(shape)
+    if any(dim is not None and dim >= dims for dim in map(sharded_dim, layout)):
+        legal = "Give the tensor the dims that the plan was made for."
+    else:
+        counts = enumerate(shard_counts(layout, mesh_shape, dims))
+        uneven = [(dim, count) for dim, count in counts if shape[dim] % count]
+        legal = "Feed " + " and ".join(
+            f"a multiple of {count} along dim {dim} ({shape[dim] // count * count or count} or "
+            f"{(shape[dim] // count + 1) * count}, not {shape[dim]})"
+            for dim, count in uneven
+        )
+        legal += ", or pass pad= to pad the batch."
+    return PlanLayoutError(
+        f"The input {name!r} of shape {tuple(shape)} does not divide under "
+        f"({', '.join(format_layout(layout))}) on the mesh {mesh_shape}.",
+        field="input_plan",
+        key=name,
+        what_to_do=legal,
+    )

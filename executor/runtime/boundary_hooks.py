@@ -37,11 +37,13 @@ def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedist
         if any(port.reallgather for port in ports.values()):
             submodule.forward = ReallgatherForward(submodule, shared)
     for submodule, fqn, ports in modules_at(module, boundaries.outputs):
-        submodule.register_forward_hook(_OutputHook(fqn=fqn, ports=ports, shared=shared))
+        submodule.register_forward_hook(_OutputHook(fqn=fqn, ports=ports, shared=shared, form=form))
 
 
-def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions, *, is_local: bool) -> DTensor:
-    """Return ``tensor`` redistributed to the layout of ``port``.
+def through_port(
+    tensor: torch.Tensor, port: Port, shared: SharedRedistributions, form: BatchForm, *, is_local: bool
+) -> DTensor:
+    """Return ``tensor`` redistributed to the layout of ``port``; an axis that does not divide a dim leaves it whole.
 
     Args:
         tensor: a DTensor in any layout, or plain.
@@ -52,8 +54,8 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     redistributor = shared.redistributor
     if not isinstance(tensor, DTensor) and is_local:
         tensor = DTensor.from_local(tensor, redistributor.device_mesh, port.layout, run_check=False)
-    layout = redistributor.even(port.layout, tensor.shape)
-    source_grad = None if port.source_grad is None else redistributor.even(port.source_grad, tensor.shape)
+    layout = form.layout(port.layout, tensor.shape, redistributor)
+    source_grad = None if port.source_grad is None else form.layout(port.source_grad, tensor.shape, redistributor)
     return shared.redistribute(tensor, layout, port.grad, source_grad, reallgather=port.reallgather)
 
 
@@ -100,7 +102,7 @@ class _InputHook:
         # A port with a source is planned: a plain tensor at such a port inside the model is replicated. A plain tensor
         # that the user passes to the root, or that reaches a hand-written port, is this rank's shard.
         is_local = not self.form.is_whole if self.fqn == "" else port.source is None
-        return through_port(leaf, port, self.shared, is_local=is_local)
+        return through_port(leaf, port, self.shared, self.form, is_local=is_local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class _OutputHook:
     fqn: str
     ports: Mapping[str, Port]
     shared: SharedRedistributions
+    form: BatchForm
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         changed, occurring = change_results(self.ports, self._redistribute, output)
@@ -121,7 +124,7 @@ class _OutputHook:
             return None
         if not isinstance(leaf, torch.Tensor):
             raise _not_a_tensor("output_plan", self.fqn, name, leaf)
-        return through_port(leaf, port, self.shared, is_local=port.source is None)
+        return through_port(leaf, port, self.shared, self.form, is_local=port.source is None)
 
     def _check_names(self, occurring: Collection[str]) -> None:
         # The result of a planned port, which has a source, may be absent from this call: there is no loss without

@@ -8,16 +8,15 @@ technique ``fused-ops``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from executor.torch_internals import run_eagerly
+from executor.torch_internals_compile import call_eagerly, compiled_parts
 from planner.errors import PlanMismatchError
 
 _REASON = "a module sharded by shardplan runs eagerly; its plan compiles what the technique fused-ops names"
+_WHAT_TO_DO = "Plan with techniques='fused-ops' to compile norms, activations, rotary embeddings and the loss."
 
 
 def keep_eager(module: nn.Module) -> None:
@@ -25,23 +24,18 @@ def keep_eager(module: nn.Module) -> None:
 
     With ``fullgraph=True`` torch raises an error with the reason.
     """
-    call: Callable[..., Any] = run_eagerly(module._call_impl, _REASON)
-
-    def call_eagerly(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            warnings.warn(
-                "torch.compile does not compile a module that is sharded: it runs eagerly. Plan with "
-                "techniques='fused-ops' to compile norms, activations, rotary embeddings and the loss.",
-                stacklevel=2,
-            )
-        return call(*args, **kwargs)
-
-    module._call_impl = call_eagerly  # type: ignore[method-assign]
+    call_eagerly(module, _REASON, _warn)
     module.register_forward_pre_hook(_refuse_compiled_submodules, prepend=True)
 
 
+def _warn() -> None:
+    warnings.warn(
+        f"torch.compile does not compile a module that is sharded: it runs eagerly. {_WHAT_TO_DO}", stacklevel=4
+    )
+
+
 def _refuse_compiled_submodules(module: nn.Module, args: tuple[Any, ...]) -> None:
-    compiled = [name for name, part in module.named_modules() if name and part._compiled_call_impl is not None]
+    compiled = compiled_parts(module)
     if compiled:
         raise PlanMismatchError(
             f"{len(compiled)} parts of a sharded module are compiled: {', '.join(compiled[:4])}. torch.compile does not "
@@ -49,6 +43,5 @@ def _refuse_compiled_submodules(module: nn.Module, args: tuple[Any, ...]) -> Non
             subject="module",
             expected="parts that run eagerly",
             found="compiled parts",
-            what_to_do="Leave out .compile() of blocks; plan with techniques='fused-ops' to compile norms, activations, "
-            "rotary embeddings and the loss.",
+            what_to_do=f"Leave out .compile() of blocks. {_WHAT_TO_DO}",
         )

@@ -32,6 +32,7 @@ from executor.runtime.fsdp_reshard_after_step import ReshardAfterStep
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import PhaseTracker
 from executor.runtime.shared_redistributions import SharedRedistributions
+from executor.runtime.whole_batches import BatchForm
 from executor.torch_internals import make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.plan.reshard import ReshardAfter
@@ -43,6 +44,7 @@ def apply_fsdp_groups(
     shared: SharedRedistributions,
     reduction: GradientReduction,
     phases: PhaseTracker,
+    form: BatchForm,
     *,
     on_meta: bool = False,
 ) -> None:
@@ -54,6 +56,7 @@ def apply_fsdp_groups(
         shared: learns which views torch passes to a module in place of its arguments.
         reduction: knows which backward of a step is the last.
         phases: on meta, tracks the phase of the collectives that run once a step.
+        form: whether a layout has not divided a tensor.
         on_meta: whether the parameters are on meta, and stay there while the module runs.
     """
     groups, device_mesh = resolved.fsdp_groups, resolved.device_mesh
@@ -64,7 +67,7 @@ def apply_fsdp_groups(
     )
     after_step = ReshardAfterStep(reduction)
     for group in groups:
-        fsdp_module = _fully_shard(module, group, device_mesh, policy)
+        fsdp_module = _fully_shard(module, group, device_mesh, policy, form)
         _ArgumentAliases(shared).attach(module.get_submodule(group.fqn))
         if group.reshard_after is ReshardAfter.STEP:
             after_step.add(fsdp_module)
@@ -91,7 +94,7 @@ def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_intern
 
 
 def _fully_shard(
-    module: nn.Module, group: FsdpGroup, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    module: nn.Module, group: FsdpGroup, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, form: BatchForm
 ) -> FSDPModule:
     """Apply ``fully_shard`` to the module of ``group``, and return the module."""
     owner = module.get_submodule(group.fqn)
@@ -119,7 +122,7 @@ def _fully_shard(
     fsdp_module.set_gradient_divide_factor(1.0)
     # Otherwise torch puts the divide factor into a reduce op that gloo does not have.
     fsdp_module.set_force_sum_reduction_for_comms(True)
-    owner.register_forward_pre_hook(_GradientCheck(group, device_mesh))
+    owner.register_forward_pre_hook(_GradientCheck(group, device_mesh, form))
     return fsdp_module
 
 
@@ -183,9 +186,10 @@ class _GradientCheck:
     too large. A gradient that is also partial on another axis would be reduced on that axis too, in every backward.
     """
 
-    def __init__(self, group: FsdpGroup, device_mesh: DeviceMesh) -> None:
+    def __init__(self, group: FsdpGroup, device_mesh: DeviceMesh, form: BatchForm) -> None:
         self._group = group
         self._mesh = device_mesh
+        self._form = form
         self._hooked: set[nn.Parameter] = set()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -205,6 +209,8 @@ class _GradientCheck:
             expected[axis] = shown[axis] = Partial("sum")
 
         def check(gradient: torch.Tensor) -> torch.Tensor | None:
+            if self._form.was_uneven:
+                gradient = self._counted_once(gradient, tuple(expected))
             layout = tuple(gradient.placements) if isinstance(gradient, DTensor) else ()
             if len(layout) != len(expected) or any(
                 actual != place and size > 1
@@ -212,13 +218,29 @@ class _GradientCheck:
             ):
                 raise _wrong_gradient(item, layout, tuple(expected))
             if item.accumulated == item.stored:
-                return None
+                return gradient
             # The new layout hides partial sums on other axes from torch, which would reduce them in every backward.
             # Gradient reduction reduces them once a step.
             local = torch_internals.local_of(cast(DTensor, gradient))
             return make_dtensor(local, self._mesh, tuple(shown), gradient.shape, gradient.stride())
 
         return check
+
+    def _counted_once(self, gradient: torch.Tensor, expected: Layout) -> torch.Tensor:
+        """Return ``gradient`` partial where ``expected`` is, if it is replicated there: one rank keeps its values.
+
+        A tensor that an axis did not divide stayed whole, and so all ranks of the axis have its whole gradient.
+        """
+        if not isinstance(gradient, DTensor):
+            return gradient
+        coordinate = self._mesh.get_coordinate()
+        assert coordinate is not None
+        layout, local = list(gradient.placements), torch_internals.local_of(gradient)
+        for axis, (actual, place) in enumerate(zip(layout, expected, strict=True)):
+            if actual.is_replicate() and place.is_partial():
+                layout[axis] = place
+                local = local if coordinate[axis] == 0 else torch.zeros_like(local)
+        return make_dtensor(local, self._mesh, tuple(layout), gradient.shape, gradient.stride())
 
 
 def _wrong_gradient(item: FsdpParameter, layout: Layout, expected: Layout) -> PlanLayoutError:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cost_model.layouts.layout import Layout, sharded_dim
+from cost_model.layouts.layout import Layout, shard_counts
+from executor.resolve.batch import layout_like
 from executor.resolve.fqns import path_text, positional_names
 from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
-from planner.errors import PlanLayoutError
 from planner.plan.ports import Port
 
 
@@ -35,39 +35,6 @@ def attach_root_arguments(
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def layout_like(
-    shape: Sequence[int], planned: Iterable[tuple[Sequence[int], Layout]], name: str, named: Iterable[str]
-) -> Layout:
-    """Return the layout of a tensor that the plan does not name: that of a named tensor with the same leading dims.
-
-    A dim of the result is sharded as in the first named tensor of the same shape, or else in the first one that has the
-    same dims up to the last sharded one. A tensor that has a single row where that tensor is sharded is replicated.
-
-    Args:
-        shape: shape of the tensor, global if ``planned`` has global shapes, local if it has local ones.
-        planned: shape and layout of each named tensor.
-        name: name of the tensor in the error message.
-        named: names of the arguments in the plan, for the error message.
-
-    Raises:
-        PlanLayoutError: no named tensor says how the tensor is split.
-    """
-    tensors = [(tuple(other), layout) for other, layout in planned]
-    for other, layout in sorted(tensors, key=lambda item: item[0] != tuple(shape)):
-        dims = [dim for dim in map(sharded_dim, layout) if dim is not None]
-        last = max(dims, default=-1) + 1
-        if tuple(shape[:last]) == other[:last]:
-            return layout
-        if all(dim >= len(shape) or shape[dim] == 1 for dim in dims):
-            return (Replicate(),) * len(layout)
-    raise PlanLayoutError(
-        f"The argument {name!r} of shape {tuple(shape)} is not in the plan, and its shape does not say how it is split.",
-        field="input_plan",
-        key=name,
-        what_to_do=f"Plan with {name!r} among the example inputs; the plan has {', '.join(map(repr, named))}.",
-    )
-
-
 class _RootArguments:
     """A forward pre-hook on the root that makes DTensors of this rank's shards of arguments not in the plan."""
 
@@ -79,8 +46,6 @@ class _RootArguments:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._form.is_whole:
-            return args, kwargs
         planned: list[tuple[Sequence[int], Layout]] = []
         seen: set[int] = set()
 
@@ -91,6 +56,9 @@ class _RootArguments:
             return leaf
 
         change_arguments(self._ports, self._positional, note, args, kwargs)
+        self._form.samples = self._samples(planned)
+        if self._form.is_whole:
+            return args, kwargs
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
             is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
@@ -101,3 +69,13 @@ class _RootArguments:
 
         changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(place, (args, kwargs))
         return changed
+
+    def _samples(self, planned: Sequence[tuple[Sequence[int], Layout]]) -> int | None:
+        """Return the first dim of the first named tensor, of the global micro-batch; None without a named tensor."""
+        if not planned or not planned[0][0]:
+            return None
+        shape, layout = planned[0]
+        if self._form.is_whole:
+            return shape[0]
+        counts = shard_counts(layout, tuple(self._mesh.shape), len(shape))
+        return shape[0] * counts[0]

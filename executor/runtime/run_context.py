@@ -77,7 +77,7 @@ class RunContexts:
         root.register_forward_hook(self._leave, always_call=True)
 
     def attach_part(self, module: nn.Module) -> None:
-        """Hook ``module``, a part of the root, so that it runs in these contexts when it is called apart from the root."""
+        """Hook ``module``, a part of the root, to run in these contexts when it is called apart from the root."""
         module.register_forward_pre_hook(self._enter_part, prepend=True)
         module.register_forward_hook(self._leave_part, always_call=True)
 

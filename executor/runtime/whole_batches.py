@@ -6,30 +6,77 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.layout import Layout, format_layout
 from executor.redistribute import Redistributor
+from executor.runtime.implicit_replication import implicit_replication
 from executor.runtime.run_context import RunContexts
 from executor.torch_internals_generation import start_fully_sharded
-from planner.errors import PlanMismatchError
+from planner.errors import PlanMismatchError, RunError
 from planner.model_rewrites.cache_argument import is_cache
+
+_logger = logging.getLogger("shardplan")
 
 
 class BatchForm:
-    """Whether plain tensors at the root are whole batches, or this rank's shards; one object for each sharded module."""
+    """Whether plain tensors at the root are whole batches or this rank's shards, and how many samples a call has.
 
-    def __init__(self) -> None:
+    There is one object for each sharded module.
+    """
+
+    def __init__(self, planned_samples: int | None) -> None:
+        """Take the samples of a global micro-batch in the plan; None: not stated."""
         self.is_whole = False
         self.keeps_logits_sharded = False
         """Whether a result with a loss keeps its other tensors as DTensors, which may be too large to be gathered."""
+        self.samples: int | None = None
+        """Samples of the global micro-batch of the current call; None: not known."""
+        self.was_uneven = False
+        """Whether a layout of the plan has not divided a tensor, in any call."""
+        self._planned_samples = planned_samples
+        self._is_noted = False
+
+    def layout(self, layout: Layout, shape: Sequence[int], redistributor: Redistributor) -> Layout:
+        """Return ``layout`` with `Replicate` on each axis that does not divide its dim of a tensor of ``shape``.
+
+        Dim 0 may be samples x tokens. It stays whole where an axis divides the samples of the plan, but not those of
+        this call, because it could not be split into samples again.
+        """
+        result = self._layout(layout, shape, redistributor)
+        if result != layout:
+            self.was_uneven = True
+            if torch.is_grad_enabled() and not self._is_noted:
+                self._is_noted = True
+                mesh = tuple(redistributor.device_mesh.shape)
+                _logger.warning(
+                    "A batch does not divide as planned: a tensor of shape %s is in (%s), not in (%s), on the mesh %s. "
+                    "Results are right, but ranks repeat each other's work. Pad the batch: local_batch(..., pad=...).",
+                    *(tuple(shape), ", ".join(format_layout(result)), ", ".join(format_layout(layout)), mesh),
+                )
+        return result
+
+    def _layout(self, layout: Layout, shape: Sequence[int], redistributor: Redistributor) -> Layout:
+        even = redistributor.even(layout, shape)
+        if self.samples is None or self._planned_samples is None or self.samples == self._planned_samples:
+            return even
+        samples = tuple(placement if placement == Shard(0) else Replicate() for placement in even)
+        if redistributor.even(samples, (self._planned_samples,)) != samples:
+            return even
+        kept = redistributor.even(samples, (self.samples,))
+        return tuple(k if s == Shard(0) else e for e, s, k in zip(even, samples, kept, strict=True))
 
 
 _forms: MutableMapping[nn.Module, BatchForm] = weakref.WeakKeyDictionary()
@@ -82,35 +129,78 @@ def attach_whole_results(
     module.register_forward_hook(_GatherResults(form, redistributor))
     generate = getattr(module, "generate", None)
     if callable(generate):
-        encoder = module.get_encoder() if _is_encoder_decoder(module) else None
+        encoder = _encoder(module)
         if encoder is not None:
             contexts.attach_part(encoder)
-        module.generate = _Generate(module, generate)  # type: ignore[assignment]
+        module.generate = _Generate(module, generate, redistributor.device_mesh)  # type: ignore[assignment]
 
 
-def _is_encoder_decoder(module: nn.Module) -> bool:
-    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False)) and hasattr(
-        module, "get_encoder"
-    )
+def _encoder(module: nn.Module) -> nn.Module | None:
+    """Return the encoder of a transformers model that has a decoder too."""
+    get_encoder: Any = getattr(module, "get_encoder", None)
+    is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return get_encoder() if is_encoder_decoder and get_encoder is not None else None
 
 
 class _Generate:
-    """transformers' ``generate`` of a sharded module: whole prompts in, whole tokens out, on every rank."""
+    """transformers' ``generate`` of a sharded module: whole prompts in, whole tokens out, the same on every rank."""
 
-    def __init__(self, module: nn.Module, generate: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, generate: Callable[..., Any], device_mesh: DeviceMesh) -> None:
         self._module = weakref.ref(module)
-        self._generate = weakref.WeakMethod(generate) if hasattr(generate, "__self__") else lambda: generate
+        self._generate = weakref.WeakMethod(generate)
+        self._mesh = device_mesh
         functools.update_wrapper(self, generate, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``generate`` with the same arguments on every rank."""
+        """Call ``generate``. Sampling draws from the random state of the mesh's first rank.
+
+        Raises:
+            RunError: the ranks' arguments differ.
+        """
         module, generate = self._module(), self._generate()
         assert module is not None
         assert generate is not None
+        self._check_equal((args, kwargs))
         # The encoder is called first, apart from the root, which alone knows all FSDP modules.
         start_fully_sharded(module)
-        with whole_batches(module):
+        # Beam search reorders the caches, outside of any forward.
+        with whole_batches(module), implicit_replication(), self._random_state_of_first_rank():
             return generate(*args, **kwargs)
+
+    def _check_equal(self, arguments: Any) -> None:
+        """Raise ``RunError`` on all ranks if some have other tensors: they would stop at different tokens, and hang."""
+        digest = 0
+        for leaf in pytree.tree_leaves(arguments):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                # The bytes of any dtype, without a copy of their own.
+                data = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+                digest = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(leaf.shape)).encode(), digest))
+        extremes = torch.tensor([digest, -digest], device=self._mesh.device_type)
+        for axis in range(self._mesh.ndim):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
+        if int(extremes[0]) != -int(extremes[1]):
+            raise RunError(
+                "generate was called with different tensors on the ranks of the mesh.",
+                what_to_do="Pass the same whole prompts on every rank.",
+            )
+
+    @contextmanager
+    def _random_state_of_first_rank(self) -> Iterator[None]:
+        """Return a context in which all ranks draw what the first rank draws; other ranks' random states are kept."""
+        device_type = self._mesh.device_type
+        on_device = [] if device_type == "cpu" else [torch.get_device_module(device_type)]
+        # The first rank's own state advances, so that a second call draws other samples.
+        with ExitStack() as stack:
+            if any(self._mesh.get_coordinate() or ()):
+                devices = [module.current_device() for module in on_device]
+                kind = "cuda" if device_type == "cpu" else device_type
+                stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+            for module in (torch, *on_device):
+                state = module.get_rng_state().to(device_type)
+                for axis in range(self._mesh.ndim):
+                    dist.broadcast(state, group=self._mesh.get_group(axis), group_src=0)
+                module.set_rng_state(state.cpu())
+            yield
 
 
 class _GatherResults:

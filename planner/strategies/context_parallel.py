@@ -14,7 +14,7 @@ No chunks are exchanged if the model has its sequences in zigzag order throughou
 causal kernel then computes both chunks of a rank over the rank's own keys, and overlaps with the all-gather. In the
 backward, this kernel runs for about half of the heads while keys are all-gathered, and for the other heads while the
 gradients of keys are reduce-scattered. The keys of other ranks are copied into the order in which the rank's chunks see
-them, and need no mask. ``executor.ops.zigzag_attention`` runs this algorithm.
+them, and need no mask. ``executor.ops.context_parallel.zigzag_attention`` runs this algorithm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ContextParallelWork`: kernels, bytes moved and live bytes of one rank in context-parallel attention.
 
 `planner.strategies.context_parallel` describes the algorithm. The formulas follow what the executor allocates and
-copies (``executor.ops.context_parallel``, ``executor.ops.zigzag_attention``); tests measure both on meta tensors.
+copies (``executor.ops.context_parallel``); tests measure both on meta tensors.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ TARGETS_ADDED = ["embed_tokens", *TARGETS]
 PLANS = {
     "tensor parallel, vocabulary and FSDP": lambda: megatron(vocabulary=True, fsdp=True).plan,
     "FSDP groups": lambda: with_fsdp_groups(megatron(), LLAMA_BLOCKS).plan,
-    "fully sharded, recomputed": lambda: fully_sharded(
-        "llama", activation_checkpointing={"model.layers.*": "full"}
-    ).plan,
+    "fully sharded, recomputed": lambda: (
+        fully_sharded("llama", activation_checkpointing={"model.layers.*": "full"}).plan
+    ),
 }
 MESHES = ("dp=2,tp=2",)
 

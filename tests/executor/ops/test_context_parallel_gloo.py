@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cost_model.layouts.layout import Layout
 from executor.collective_counter import CollectiveCounter, axes_by_group
-from executor.ops.context_parallel import context_parallel_attention
+from executor.ops.context_parallel.attention import context_parallel_attention
 from executor.ops.dispatch import OwnOps
 from executor.redistribute import Redistributor
 from executor.verify import verify

@@ -10,7 +10,7 @@ from support.op_bytes import bytes_seen
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from executor.ops.context_parallel import context_parallel_attention
+from executor.ops.context_parallel.attention import context_parallel_attention
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import fake_process_group, make_dtensor
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan

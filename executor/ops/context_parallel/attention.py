@@ -4,7 +4,7 @@ Queries, keys, values and the result [batch, heads, sequence, width] are this ra
 keys and values of all ranks. The backward all-gathers them again, and reduce-scatters their gradients. Under a causal
 mask ranks exchange chunks of their queries (``ZigzagChunks``), so that all ranks do equal work;
 ``planner.strategies.context_parallel`` explains and prices this. Where sequences are in zigzag order already,
-``executor.ops.zigzag_attention`` runs instead.
+``executor.ops.context_parallel.zigzag_attention`` runs instead.
 
 Each pair of a piece of the queries and a piece of the keys that it sees is one call of the kernel. The results over two
 pieces of keys are combined by their log-sum-exps (``lse``). The kernel's backward gets the combined result and lse, and
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from executor.ops import zigzag_attention
 from executor.ops.attention_kernels import attend, attend_backward
-from executor.ops.kv_all_gather import KVAllGather, KVReduceScatter
-from executor.ops.zigzag_chunks import ZigzagChunks
+from executor.ops.context_parallel import zigzag_attention
+from executor.ops.context_parallel.kv_all_gather import KVAllGather, KVReduceScatter
+from executor.ops.context_parallel.zigzag_chunks import ZigzagChunks
 from executor.redistribute import Redistributor, contiguous_stride, stride_as
 from executor.torch_internals import local_of, make_dtensor, run_function
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from executor.ops.attention_kernels import attend, attend_backward
-from executor.ops.kv_all_gather import ByRank, KVAllGather, KVReduceScatter
-from executor.ops.zigzag_chunks import ZigzagChunks
+from executor.ops.context_parallel.kv_all_gather import ByRank, KVAllGather, KVReduceScatter
+from executor.ops.context_parallel.zigzag_chunks import ZigzagChunks
 from planner.plan.token_order import backward_head_parts
 
 _ChunkOfRank = tuple[int, bool]

@@ -1,0 +1,116 @@
+"""``generate`` and whole batches on real processes: tokens and results equal the unsharded model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.executor_cases import make_model
+from support.gloo import run_on_gloo
+from torch.distributed.tensor import DTensor
+
+from executor import device_mesh_for, shard_module, whole_batches
+from planner import PlanningSession
+from planner.errors import PlanMismatchError, RunError
+from planner.plan.sharding_plan import ShardingPlan
+
+BATCH, SEQ, NEW = 8, 16, 4
+PLANS = (
+    ("training", "fsdp=4", "ilp"),
+    ("training", "dp=2,tp=2", "random:1"),
+    ("decode", "dp=2,tp=2", "ilp"),
+)
+FAMILIES = ("llama", "gpt2", "mixtral", "t5")
+# Prompts that the mesh divides, and prompts that no axis divides.
+PROMPTS = ((8, 16), (3, 7))
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(1, 256, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def prompt(rows: int, length: int) -> dict[str, Any]:
+    """Return ids and a mask that pads the second row on the left."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[1:2, :2] = 0
+    return {"input_ids": tokens(rows, length), "attention_mask": mask}
+
+
+def plans_of(family: str, wanted: tuple[tuple[str, str, str], ...]) -> dict[str, dict[str, Any]]:
+    documents = {}
+    for phase, mesh, planner in wanted:
+        if family == "t5" and phase == "decode":
+            continue
+        session = PlanningSession(
+            make_model(family), cluster="1x4xtoy", batch=BATCH, seq=SEQ, dtype="fp32", phase=phase, micro_batches=1
+        )
+        documents[f"{phase} {mesh} {planner}"] = session.plan(planner=planner, mesh=mesh).to_dict()
+    return documents
+
+
+def generate(rank: int, plans: dict[str, dict[str, dict[str, Any]]]) -> dict[str, bool]:
+    """Return case -> whether the sharded model generates the tokens of the unsharded one."""
+    equal = {}
+    for family, documents in plans.items():
+        reference = make_model(family).eval()
+        options = {"max_new_tokens": NEW, "pad_token_id": 0}
+        expected = {size: reference.generate(**prompt(*size), **options, do_sample=False) for size in PROMPTS}
+        for name, document in documents.items():
+            plan = ShardingPlan.from_dict(document)
+            model = shard_module(make_model(family).eval(), device_mesh_for(plan), plan)
+            for size in PROMPTS:
+                actual = model.generate(**prompt(*size), **options, do_sample=False)
+                equal[f"{family}, {name}, {size}"] = torch.equal(actual, expected[size])
+            if family == "llama":
+                # Sampled and with beams, where every rank has another random state.
+                torch.manual_seed(3)
+                for extra in ({"do_sample": True}, {"num_beams": 2, "do_sample": False}):
+                    reference_tokens = reference.generate(**prompt(2, 6), **options, **extra)
+                    torch.manual_seed(3 + rank)
+                    actual = model.generate(**prompt(2, 6), **options, **extra)
+                    equal[f"{family}, {name}, {extra}"] = torch.equal(actual, reference_tokens)
+    return equal
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, bool]:
+    ranks = run_on_gloo(generate, 4, {family: plans_of(family, PLANS) for family in FAMILIES})
+    return {case: all(equal[case] for equal in ranks) for case in ranks[0]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generated_tokens_are_those_of_the_unsharded_model(generated: dict[str, bool], family: str) -> None:
+    cases = {case: equal for case, equal in generated.items() if case.startswith(family)}
+    assert len(cases) >= 4
+    assert all(cases.values()), cases
+
+
+def call_wrong(rank: int, document: dict[str, Any]) -> list[str]:
+    plan = ShardingPlan.from_dict(document)
+    model = shard_module(make_model("llama").eval(), device_mesh_for(plan), plan)
+    messages = []
+    try:
+        model.generate(tokens(2, 6) + (rank == 2), max_new_tokens=2)
+    except RunError as error:
+        messages.append(str(error))
+    with torch.no_grad(), whole_batches(model):
+        whole = model(input_ids=tokens(8, 16)).logits
+    with torch.no_grad():
+        pieces = model(input_ids=tokens(8, 16)[2 * rank : 2 * rank + 2]).logits
+    assert not isinstance(whole, DTensor)
+    assert isinstance(pieces, DTensor)
+    assert torch.equal(whole, pieces.full_tensor())
+    return messages
+
+
+def test_different_prompts_are_an_error_on_every_rank() -> None:
+    (document,) = plans_of("llama", (("training", "fsdp=4", "fully-sharded"),)).values()
+    for messages in run_on_gloo(call_wrong, 4, document):
+        assert len(messages) == 1
+        assert "different tensors on the ranks" in messages[0]
+
+
+def test_a_plain_module_has_no_whole_batches() -> None:
+    with pytest.raises(PlanMismatchError, match="no sharded module"), whole_batches(torch.nn.Linear(2, 2)):
+        pass
