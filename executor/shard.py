@@ -22,6 +22,7 @@ from executor.runtime.added_parameters import refuse_plain_parameters
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.buffers import keep_buffers_whole
 from executor.runtime.checkpointing import checkpoint_blocks
+from executor.runtime.eager_only import keep_eager
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
@@ -148,4 +149,6 @@ def _shard(
     )
     remember_root(module, root, contexts)
     refuse_plain_parameters(module)
+    if not on_meta:
+        keep_eager(module)
     return module
