@@ -19,6 +19,7 @@ _HOMES = {
     "Sharder": "executor.resolve.sharder",
     "add_adapters": "executor.loops.adapters",
     "device_mesh_for": "executor.resolve.mesh",
+    "load_adapters": "executor.loops.adapters",
     "load_training_state": "executor.weights.dcp.training_state",
     "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",

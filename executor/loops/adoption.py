@@ -15,8 +15,8 @@ _adopted = "_takes_whole_batches"
 def take_whole_batches(module: nn.Module) -> nn.Module:
     """Return the sharded module in ``module``, which takes the same whole batch from every rank from now on.
 
-    Where a result has a loss, the loss is whole and plain, and other tensors stay DTensors: the logits of a global batch
-    may be too large for one rank.
+    Where a result has a loss, the loss is whole and plain, and other tensors stay DTensors: the logits of a global
+    batch may be too large for one rank.
 
     Args:
         module: the result of ``shard_module``, which may be wrapped, by peft for instance.

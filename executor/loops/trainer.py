@@ -116,11 +116,12 @@ class _ShardedTrainer:
 
 
 def _make_checkpoint_folder(folder: Path, model: nn.Module) -> None:
-    """Make ``folder``; in one that holds other files, such as older checkpoints, ``save_weights`` looks for a config."""
+    """Make ``folder`` with a config, for which ``save_weights`` looks where a folder holds older checkpoints."""
+    config: Any = getattr(model, "config", None)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(model, "config"):
-            model.config.save_pretrained(folder)
+        if config is not None:
+            config.save_pretrained(folder)
     dist.barrier()
 
 

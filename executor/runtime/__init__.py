@@ -5,4 +5,7 @@ FSDP groups                            fully_sharded
 activation checkpointing               checkpointing, saved_tensor_recompute
 gradient reduction, once a step        grad_reduction
 parameters at use                      parameter_views
+what is known of a sharded module      sharded_root
+parameters added after sharding        added_parameters
+torch.compile                          eager_only
 """

@@ -1,8 +1,8 @@
 """A sharded module runs eagerly under ``torch.compile``: dynamo does not take its hooks and DTensor ops together.
 
 Tried with torch 2.13: with the backend "eager" a block with tensor parallelism gets gradients of wrong shapes; AOT
-autograd, which inductor needs, fails ("as_strided not supported with DTensor"). What is compiled is part of the plan: the
-technique ``fused-ops``.
+autograd, which inductor needs, fails ("as_strided not supported with DTensor"). What is compiled is part of the plan:
+the technique ``fused-ops``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _refuse_compiled_submodules(module: nn.Module, args: tuple[Any, ...]) -> Non
     compiled = compiled_parts(module)
     if compiled:
         raise PlanMismatchError(
-            f"{len(compiled)} parts of a sharded module are compiled: {', '.join(compiled[:4])}. torch.compile does not "
-            "take their hooks and DTensors together.",
+            f"{len(compiled)} parts of a sharded module are compiled: {', '.join(compiled[:4])}. torch.compile does "
+            "not take their hooks and DTensors together.",
             subject="module",
             expected="parts that run eagerly",
             found="compiled parts",
