@@ -26,6 +26,7 @@ from executor.runtime.eager_only import keep_eager
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
+from executor.runtime.optimizer_steps import watch_optimizers
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
 from executor.runtime.root_arguments import attach_root_arguments
@@ -142,6 +143,7 @@ def _shard(
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
+    watch_optimizers(module, reduction)
     contexts.attach(module)
     refuse_save_pretrained(module)
     root = ShardedRoot(
