@@ -38,6 +38,10 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
 }
 
 
+_UNEVEN = frozenset({F.embedding, F.linear, F.cross_entropy})
+"""Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
+
+
 class OwnOps(TorchFunctionMode):
     """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
@@ -62,7 +66,8 @@ class OwnOps(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         own_op = self._own_ops.get(func)
-        if own_op is not None and any(isinstance(value, DTensor) for value in _arguments(args, kwargs)):
+        tensors = () if own_op is None else [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)]
+        if own_op is not None and tensors and (func in _UNEVEN or not any(map(self._redistributor.is_uneven, tensors))):
             result = own_op(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:
                 return result

@@ -56,12 +56,17 @@ def _output_layout(ids: Layout, table: Layout, last_dim: int) -> Layout | None:
 
 
 def split_offset(redistributor: Redistributor, length: int, layout: Layout, dim: int) -> tuple[int, int]:
-    """Return (first index, number of indices) of this rank's shard of dim ``dim``, whose length is ``length``."""
+    """Return (first index, number of indices) of this rank's shard of dim ``dim``, whose length is ``length``.
+
+    Where an axis does not divide the length, the shards are the chunks of ``torch.chunk``, as DTensor's are.
+    """
     first = 0
     for axis, placement in enumerate(layout):
         if placement == Shard(dim):
-            length //= redistributor.axis_size(axis)
-            first += redistributor.coordinate(axis) * length
+            chunk = -(-length // redistributor.axis_size(axis))
+            start = min(redistributor.coordinate(axis) * chunk, length)
+            first += start
+            length = min(chunk, length - start)
     return first, length
 
 

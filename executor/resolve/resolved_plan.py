@@ -17,6 +17,7 @@ from executor.resolve.checks import (
     check_mesh,
     check_outside_sharders,
     check_sharders,
+    uneven_parameters,
 )
 from executor.resolve.fsdp_groups import FsdpGroup, resolve_fsdp_groups
 from executor.resolve.parameter_layouts import ParameterLayouts, named_layouts, resolve_parameters, with_tied_names
@@ -109,12 +110,12 @@ def resolve_plan(
         plan.activation_checkpointing, modules, field="activation_checkpointing", what="module"
     )
     layouts_by_field = named_layouts(plan, parameters)
-    check_layouts(parameters, layouts_by_field, plan.mesh)
+    check_layouts(parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan))
     layouts = resolve_parameters(
         module,
         layouts_by_field,
         axes=len(plan.mesh.shape),
-        has_root_inputs="" in boundaries.inputs,
+        has_root_inputs=any(not port.to_local for port in boundaries.inputs.get("", {}).values()),
         replaced=[modules[fqn] for fqn in sharder_names],
     )
     fsdp_names = resolve_keys(plan.fully_shard, modules, field="fully_shard", what="module")

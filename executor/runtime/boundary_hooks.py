@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.layout import counted_from_first, sharded_dim
 from executor.resolve.boundaries import Boundaries
 from executor.resolve.fqns import modules_at, positional_names
 from executor.resolve.tensor_paths import change_arguments, change_results
@@ -38,18 +40,31 @@ def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedist
         submodule.register_forward_hook(_OutputHook(fqn=fqn, ports=ports, shared=shared))
 
 
-def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions, *, is_local: bool) -> DTensor:
-    """Return ``tensor`` redistributed to the layout of ``port``.
+def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions, *, is_local: bool) -> torch.Tensor:
+    """Return ``tensor`` redistributed to the layout of ``port``: a DTensor, or its local tensor with ``port.to_local``.
 
     Args:
         tensor: a DTensor in any layout, or plain.
         port: layouts of the tensor and of its gradient.
         shared: runs the redistributions, and returns the same copy to all modules that need the same layout.
-        is_local: whether a plain tensor is this rank's shard under ``port.layout``. If not, it is the whole tensor.
+        is_local: whether a plain tensor is this rank's shard under ``port.from_local``, or under ``port.layout`` where
+            that is None. If not, it is the whole tensor.
     """
-    if not isinstance(tensor, DTensor) and is_local:
-        tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)
-    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.reallgather)
+    port = _counted_from_first(port, tensor.dim())
+    if not isinstance(tensor, DTensor) and (is_local or port.from_local is not None):
+        placements = port.layout if port.from_local is None else port.from_local
+        tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, placements, run_check=False)
+    result = shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.reallgather)
+    return result.to_local() if port.to_local else result
+
+
+def _counted_from_first(port: Port, ndim: int) -> Port:
+    """Return ``port`` with layouts of a tensor of ``ndim`` dims that count from the first dim."""
+    if not any((sharded_dim(place) or 0) < 0 for layout in port.layouts() for place in layout):
+        return port
+    names = ("layout", "grad", "source", "source_grad", "from_local")
+    layouts = {name: layout for name in names if (layout := getattr(port, name)) is not None}
+    return dataclasses.replace(port, **{name: counted_from_first(layout, ndim) for name, layout in layouts.items()})
 
 
 class ReallgatherForward:
