@@ -14,6 +14,7 @@ from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
+from executor.resolve.imported_plan import accepts_other_plans
 from executor.resolve.place_parameters import place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
@@ -32,6 +33,7 @@ from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.plan.sharding_plan import ShardingPlan
 
 
+@accepts_other_plans
 def shard_module(
     module: nn.Module,
     device_mesh: DeviceMesh,

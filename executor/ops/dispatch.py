@@ -20,6 +20,7 @@ from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
 from executor.ops.embedding import embedding
+from executor.ops.embedding_bag import embedding_bag
 from executor.ops.linear import linear
 from executor.ops.where import where
 from executor.redistribute import Redistributor
@@ -29,6 +30,7 @@ OwnOp = Callable[..., Any]
 
 _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
     F.linear: linear,
     torch.conv2d: conv2d,
     F.scaled_dot_product_attention: attention,
@@ -38,7 +40,7 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
 }
 
 
-_UNEVEN = frozenset({F.embedding, F.linear, F.cross_entropy})
+_UNEVEN = frozenset({F.embedding, F.embedding_bag, F.linear, F.cross_entropy})
 """Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
 
 

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
-from executor.resolve.sharder import Sharder
 from planner.errors import (
     EmptyPathError,
     KeyConflictError,
@@ -18,6 +17,7 @@ from planner.errors import (
     PlanTypeError,
     UnmatchedKeyError,
 )
+from planner.imported.torch_shard import Sharder as TorchSharder
 from planner.model_rewrites.experts import experts_in
 from planner.plan.fingerprint import model_fingerprint, torch_fingerprint
 from planner.plan.patterns import match_keys
@@ -71,7 +71,7 @@ def check_fingerprint(module: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
+def check_sharders(plan: ShardingPlan, sharders: Mapping[str, TorchSharder]) -> None:
     """Check that ``sharders`` has every Sharder that ``plan`` names, and that none of them gets the root.
 
     Raises:
@@ -96,7 +96,7 @@ def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
                 key=key,
                 what_to_do=f"Pass sharders={{{name!r}: ...}}; passed are: {', '.join(sorted(sharders)) or 'none'}.",
             )
-        if not isinstance(sharders[name], Sharder):
+        if not isinstance(sharders[name], TorchSharder):
             raise PlanTypeError(
                 f"sharders has {type(sharders[name]).__name__} for {name!r}, which is no Sharder.",
                 field="sharders",

@@ -21,7 +21,7 @@ from executor.resolve.checks import (
 )
 from executor.resolve.fsdp_groups import FsdpGroup, resolve_fsdp_groups
 from executor.resolve.parameter_layouts import ParameterLayouts, named_layouts, resolve_parameters, with_tied_names
-from executor.resolve.sharder import Sharder
+from planner.imported.torch_shard import Sharder
 from planner.plan.job import CheckpointingMode
 from planner.plan.patterns import resolve_keys
 from planner.plan.reshard import reshard_modes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 
 from torch import nn
+from torch.distributed._shard.sharding_plan import ShardingPlanner as TorchShardingPlanner
 
 from planner.plan.sharding_plan import ShardingPlan
 
 
-class ShardingPlanner(abc.ABC):
-    """A planner: it returns a plan for any module. The planner object holds the cluster and the job."""
+class ShardingPlanner(TorchShardingPlanner):
+    """A planner, torch's too: it returns a plan for any module. The planner object holds the cluster and the job."""
 
     @abc.abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:

@@ -75,7 +75,7 @@ def as_layout(value: object) -> object:
 def normalised(value: object) -> object:
     """Return ``value`` with a ``Port`` in place of each bare layout, which is how torch and HyperParallel write it.
 
-    ``Shard(0)`` and ``(Shard(0), Replicate())`` are one port, ``[(Shard(0),), None]`` has one entry per positional tensor, and
+    ``Shard(0)`` and ``(Shard(0), Replicate())`` are one port, ``[(Shard(0),), None]`` one for each positional tensor,
     ``{"x": (Shard(0),)}`` is by name. Any other value is returned unchanged: validation reports it.
     """
     value = as_layout(value)
