@@ -17,6 +17,7 @@ _HOMES = {
     "Sharder": "executor.resolve.sharder",
     "device_mesh_for": "executor.resolve.mesh",
     "local_batch": "executor.resolve.batch",
+    "parallelize_module": "executor.parallelize",
     "natural_order": "executor.resolve.token_order",
     "shard_module": "executor.shard",
 }

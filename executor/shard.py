@@ -126,5 +126,5 @@ def _shard(
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
-    contexts.attach(module)
+    contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
     return module

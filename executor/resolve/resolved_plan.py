@@ -60,6 +60,12 @@ class ResolvedPlan:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
+    def sharded_parts(self, root: nn.Module) -> tuple[nn.Module, ...]:
+        """Return the modules in ``root`` that own a parameter of the plan, or whose tensors the plan lays out."""
+        named = {**self.boundaries.inputs, **self.boundaries.outputs}
+        owners = {layouts.owner: None for layouts in self.parameters.values()}
+        return tuple(owners | {root.get_submodule(fqn): None for fqn in named})
+
     def parameters_outside_fsdp(self) -> dict[nn.Module, list[ParameterLayouts]]:
         """Return module -> layouts of its own parameters that are in no FSDP group, each attribute once."""
         slots = {slot for group in self.fsdp_groups for parameter in group.parameters for slot in parameter.slots}

@@ -15,6 +15,7 @@ from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor
 from executor.runtime.run_context import PhaseTracker
 from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
+from executor.torch_internals_parallel import post_accumulate_hooks
 
 _CONCURRENT_REDUCTIONS = 2
 """Most reductions that run at a time, overlapped with the backward. Each one holds an unreduced gradient."""
@@ -59,11 +60,12 @@ class GradientReduction:
         """Register a hook on every parameter that needs a gradient.
 
         Args:
-            parameters: parameters outside FSDP groups; each once, however many names it has.
+            parameters: parameters outside FSDP groups; each once, however many names it has. Those that another
+                ``shard_module``, of a module inside this one, has attached its own reduction to are left to it.
             reduce_scattered: FSDP parameter -> layout of its gradient after the reduce-scatter, where the gradient is
                 still partial on axes outside the group. ``fully_shard`` labels it with the parameter's placements.
         """
-        parameters = tuple(parameters)
+        parameters = tuple(parameter for parameter in parameters if not _is_attached(parameter))
         self._reduce_scattered.update(reduce_scattered or {})
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype != self._dtype:
@@ -160,6 +162,11 @@ class GradientReduction:
         parameter.grad = None
         self._running.append((parameter, finish))
         self._finish_reductions(_CONCURRENT_REDUCTIONS)
+
+
+def _is_attached(parameter: nn.Parameter) -> bool:
+    hooks = post_accumulate_hooks(parameter)
+    return any(isinstance(getattr(hook, "__self__", None), GradientReduction) for hook in hooks)
 
 
 def _in_dtype(tensor: DTensor, dtype: torch.dtype) -> DTensor:
