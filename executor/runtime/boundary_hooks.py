@@ -19,7 +19,7 @@ from executor.resolve.fqns import modules_at, positional_names
 from executor.resolve.tensor_paths import change_arguments, change_results
 from executor.runtime.saved_tensor_recompute import recompute_copies
 from executor.runtime.shared_redistributions import SharedRedistributions
-from planner.errors import PlanTypeError, UnmatchedKeyError
+from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
 from planner.plan.ports import Port
 
 
@@ -50,7 +50,6 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
         is_local: whether a plain tensor is this rank's shard under ``port.from_local``, or under ``port.layout`` where
             that is None. If not, it is the whole tensor.
     """
-    port = _counted_from_first(port, tensor.dim())
     if not isinstance(tensor, DTensor) and (is_local or port.from_local is not None):
         placements = port.layout if port.from_local is None else port.from_local
         tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, placements, run_check=False)
@@ -58,10 +57,23 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     return result.to_local() if port.to_local else result
 
 
-def _counted_from_first(port: Port, ndim: int) -> Port:
-    """Return ``port`` with layouts of a tensor of ``ndim`` dims that count from the first dim."""
-    if not any((sharded_dim(place) or 0) < 0 for layout in port.layouts() for place in layout):
+def _counted_from_first(port: Port, tensor: torch.Tensor, field: str, fqn: str) -> Port:
+    """Return ``port`` with layouts that count from the first dim of ``tensor``.
+
+    Raises:
+        PlanLayoutError: the tensor has fewer dims.
+    """
+    ndim = tensor.dim()
+    lowest = min((sharded_dim(place) or 0 for layout in port.layouts() for place in layout), default=0)
+    if lowest >= 0:
         return port
+    if lowest < -ndim:
+        raise PlanLayoutError(
+            f"{field} shards dim {lowest} at {_text(fqn)}, but the tensor has {ndim} dims.",
+            field=field,
+            key=fqn,
+            what_to_do="Call the module with a tensor of more dims, or shard another dim.",
+        )
     names = ("layout", "grad", "source", "source_grad", "from_local")
     layouts = {name: layout for name in names if (layout := getattr(port, name)) is not None}
     return dataclasses.replace(port, **{name: counted_from_first(layout, ndim) for name, layout in layouts.items()})
@@ -108,6 +120,7 @@ class _InputHook:
             raise _not_a_tensor("input_plan", self.fqn, name, leaf)
         # A port with a source is planned: a plain tensor at such a port inside the model is replicated. A plain tensor
         # that the user passes to the root, or that reaches a hand-written port, is this rank's shard.
+        port = _counted_from_first(port, leaf, "input_plan", self.fqn)
         return through_port(leaf, port, self.shared, is_local=self.fqn == "" or port.source is None)
 
 
@@ -129,6 +142,7 @@ class _OutputHook:
             return None
         if not isinstance(leaf, torch.Tensor):
             raise _not_a_tensor("output_plan", self.fqn, name, leaf)
+        port = _counted_from_first(port, leaf, "output_plan", self.fqn)
         return through_port(leaf, port, self.shared, is_local=port.source is None)
 
     def _check_names(self, occurring: Collection[str]) -> None:

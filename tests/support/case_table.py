@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 
 Case = Callable[..., None]
@@ -21,7 +22,7 @@ def run_cases(cases: Mapping[str, Case], *arguments: object) -> dict[str, str]:
         try:
             case(*arguments)
             failures[name] = ""
-        except Exception:  # noqa: BLE001 - reported by the name of the case
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - reported by the name of the case
             failures[name] = traceback.format_exc()
     return failures
 
