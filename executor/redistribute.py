@@ -174,7 +174,7 @@ class Redistributor:
         # DTensor makes no tensor partial: rank 0 of the axis keeps the values, and all other ranks get zeros.
         whole = tuple(Replicate() if axis in to_partial else place for axis, place in enumerate(target))
         with torch.no_grad():
-            local = waited(local_of(tensor.detach().redistribute(placements=whole)))
+            local = waited(local_of(cast(DTensor, tensor.detach()).redistribute(placements=whole)))
         if any(self._coordinate[axis] != 0 for axis in to_partial):
             local = torch.zeros_like(local)
         shape = tuple(tensor.shape)

@@ -78,7 +78,7 @@ def accepts_other_plans(shard: Callable[P, nn.Module]) -> Callable[P, nn.Module]
             plan = imported.plan
             if imported.sharders:
                 options["sharders"] = {**imported.sharders, **(options.get("sharders") or {})}
-        result: nn.Module = shard(module, mesh, plan, **options)  # type: ignore[call-arg, arg-type]
+        result: nn.Module = shard(module, mesh, plan, **options)  # type: ignore[arg-type]
         return result
 
     return cast(Callable[P, nn.Module], call)

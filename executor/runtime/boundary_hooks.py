@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from cost_model.layouts.layout import counted_from_first, sharded_dim
+from cost_model.layouts.layout import Layout, counted_from_first, sharded_dim
 from executor.resolve.boundaries import Boundaries
 from executor.resolve.fqns import modules_at, positional_names
 from executor.resolve.tensor_paths import change_arguments, change_results
@@ -74,9 +74,18 @@ def _counted_from_first(port: Port, tensor: torch.Tensor, field: str, fqn: str) 
             key=fqn,
             what_to_do="Call the module with a tensor of more dims, or shard another dim.",
         )
-    names = ("layout", "grad", "source", "source_grad", "from_local")
-    layouts = {name: layout for name in names if (layout := getattr(port, name)) is not None}
-    return dataclasses.replace(port, **{name: counted_from_first(layout, ndim) for name, layout in layouts.items()})
+
+    def counted(layout: Layout | None) -> Layout | None:
+        return None if layout is None else counted_from_first(layout, ndim)
+
+    return dataclasses.replace(
+        port,
+        layout=counted_from_first(port.layout, ndim),
+        grad=counted(port.grad),
+        source=counted(port.source),
+        source_grad=counted(port.source_grad),
+        from_local=counted(port.from_local),
+    )
 
 
 class ReallgatherForward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch.distributed._shard.sharder import Sharder
-from torch.distributed._shard.sharding_plan import ShardingPlan, ShardingPlanner
+from torch.distributed._shard.sharding_plan.api import ShardingPlan, ShardingPlanner
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
 __all__ = ["ChunkShardingSpec", "Sharder", "ShardingPlan", "ShardingPlanner"]
