@@ -23,6 +23,7 @@ _HOMES = {
     "load_training_state": "executor.weights.dcp.training_state",
     "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",
+    "parallelize_module": "executor.parallelize",
     "natural_order": "executor.resolve.token_order",
     "prepare_accelerator": "executor.loops.accelerator",
     "prepare_trainer": "executor.loops.trainer",

@@ -14,6 +14,7 @@ from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
+from executor.resolve.imported_plan import accepts_other_plans
 from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
@@ -42,6 +43,7 @@ from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
 
 
+@accepts_other_plans
 def shard_module(
     module: nn.Module,
     device_mesh: DeviceMesh,
@@ -144,7 +146,7 @@ def _shard(
     apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
     watch_optimizers(module, reduction)
-    contexts.attach(module)
+    contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
     refuse_save_pretrained(module)
     root = ShardedRoot(
         plan=plan, device_mesh=resolved.device_mesh, form=form, redistributor=redistributor, reduction=reduction

@@ -15,6 +15,7 @@ from executor.redistribute import Redistributor
 from executor.runtime.run_context import PhaseTracker
 from executor.runtime.unreduced_gradient import UnreducedGradient
 from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
+from executor.torch_internals_parallel import post_accumulate_hooks
 
 _CONCURRENT_REDUCTIONS = 2
 """Most reductions that run at a time, overlapped with the backward. Each one holds an unreduced gradient."""
@@ -101,11 +102,14 @@ class GradientReduction:
         """Register hooks on every parameter, also on those that are frozen now.
 
         Args:
-            parameters: parameters outside FSDP groups; each once, however many names it has.
+            parameters: parameters outside FSDP groups; each once, however many names it has. Those that another
+                ``shard_module``, of a module inside this one, has attached its own reduction to are left to it.
             reduce_scattered: FSDP parameter -> layout of its gradient after the reduce-scatter, where the gradient is
                 still partial on axes outside the group. ``fully_shard`` labels it with the parameter's placements.
         """
-        self._parameters = tuple(parameter for parameter in parameters if parameter.is_floating_point())
+        self._parameters = tuple(
+            parameter for parameter in parameters if parameter.is_floating_point() and not _is_attached(parameter)
+        )
         self._reduce_scattered.update(reduce_scattered or {})
         for parameter in (*self._parameters, *self._reduce_scattered):
             self.hook(parameter)
@@ -330,6 +334,11 @@ class GradientReduction:
 
 def _has_stored_layout(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
     return isinstance(gradient, DTensor) and tuple(gradient.placements) == tuple(cast(DTensor, parameter).placements)
+
+
+def _is_attached(parameter: nn.Parameter) -> bool:
+    hooks = post_accumulate_hooks(parameter)
+    return any(isinstance(getattr(hook, "__self__", None), GradientReduction) for hook in hooks)
 
 
 def _in_dtype(tensor: DTensor, dtype: torch.dtype) -> DTensor:
