@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout, divides, sharded_dim
 from planner.errors import MeshError, PlanError
@@ -96,7 +95,11 @@ def _tensor_parallel_plan(module: nn.Module, mesh: PlanMesh, config: Distributed
 
 
 def _with_fsdp(module: nn.Module, plan: ShardingPlan, fsdp_plan: Mapping[str, str]) -> ShardingPlan:
-    """Return ``plan`` with FSDP groups: one for each module that ``fsdp_plan`` names, and one for the rest."""
+    """Return ``plan`` with FSDP groups: one for each module that ``fsdp_plan`` names, and one for the rest.
+
+    FSDP splits a dim that tensor parallelism does not, in place of the first dim, so that every shard is one piece. A
+    parameter without such a dim, like the bias of a column-wise layer, stays out of the groups.
+    """
     modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
     owners: dict[str, None] = {}
     for names in match_keys(fsdp_plan, modules).values():
@@ -107,7 +110,9 @@ def _with_fsdp(module: nn.Module, plan: ShardingPlan, fsdp_plan: Mapping[str, st
     for fqn, parameter in parameters.items():
         layout = plan.plan.get(fqn, (Replicate(),) * len(plan.mesh.axes))
         assert not isinstance(layout, str)
-        split = _split(parameter, layout, plan.mesh)
+        # The gradient of what a style keeps whole, such as a norm of split heads, is partial on the axis tp.
+        is_kept_whole = fqn in plan.plan and all(place == Replicate() for place in layout)
+        split = None if is_kept_whole else _split(parameter, layout, plan.mesh)
         if split is None:
             stored[fqn] = layout
             continue
@@ -125,20 +130,23 @@ def _with_fsdp(module: nn.Module, plan: ShardingPlan, fsdp_plan: Mapping[str, st
         plan,
         plan=stored,
         compute_plan=compute,
+        gradient_plan={fqn: _accumulated(stored[fqn], plan.mesh) for fqn in compute},
         fully_shard={owner: tuple(names) for owner, names in groups.items()},
         keep_gathered=tuple(keep),
     )
 
 
+def _accumulated(stored: Layout, mesh: PlanMesh) -> Layout:
+    """Return the layout in which a gradient accumulates: replicas of the model add theirs once a step."""
+    return tuple(Partial() if name == "dp_replicate" else place for name, place in zip(mesh.names, stored, strict=True))
+
+
 def _split(parameter: nn.Parameter, layout: Layout, mesh: PlanMesh) -> Layout | None:
-    """Return ``layout`` with the fsdp axis splitting the first dim that it divides; None: it divides none."""
+    """Return ``layout`` with the fsdp axis splitting the first dim that it divides and that no other axis splits."""
     axis = mesh.names.index("fsdp")
-    for dim, length in enumerate(parameter.shape):
-        split_by = [size for place, size in zip(layout, mesh.shape, strict=True) if sharded_dim(place) == dim]
-        if any(type(place) is _StridedShard and place.dim == dim for place in layout):
-            continue
-        place: Placement = _StridedShard(dim, split_factor=split_by[0]) if split_by else Shard(dim)
-        result = tuple(place if index == axis else other for index, other in enumerate(layout))
-        if length and divides(parameter.shape, result, mesh.shape):
+    taken = {sharded_dim(place) for place in layout}
+    for dim in range(parameter.dim()):
+        result = tuple(Shard(dim) if index == axis else place for index, place in enumerate(layout))
+        if dim not in taken and divides(parameter.shape, result, mesh.shape):
             return result
     return None

@@ -21,7 +21,7 @@ from planner.imported.imported_plan import job_of
 from planner.model_rewrites.fuse_projections import carried_tp_plan
 from planner.plan.mesh import PlanMesh
 from planner.plan.patterns import match_keys
-from planner.plan.ports import Port, input_key, output_key
+from planner.plan.ports import Port, PortSpec, input_key, output_key
 from planner.plan.sharding_plan import ShardingPlan
 
 _FIELD = "tp_plan"
@@ -44,11 +44,13 @@ class Style:
         parameter: placement of the parameters.
         input: placement of the first argument; None: as it comes.
         output: placement of the results; None: as they come.
+        every_input: whether all arguments have the placement of the first.
     """
 
     parameter: Placer
     input: Placement | None = None
     output: Placement | None = None
+    every_input: bool = False
 
 
 def _replicated(name: str, ndim: int) -> Placement:
@@ -82,7 +84,7 @@ def _last_dim(name: str, ndim: int) -> Placement:
 _BY_ROWS = Style(parameter=_rows, input=Shard(-1), output=R)
 _GATHERED = Style(parameter=_columns, input=R, output=R)
 _WHOLE = Style(parameter=_replicated)
-_EXPERTS = Style(parameter=_replicated, input=R, output=R)
+_EXPERTS = Style(parameter=_replicated, input=R, output=R, every_input=True)
 
 STYLES: Mapping[str, Style] = {
     "colwise": Style(parameter=_columns, input=R),
@@ -116,7 +118,7 @@ class _Axes:
     mesh: PlanMesh
     axis: int | None
     plan: dict[str, Layout] = field(default_factory=dict)
-    inputs: dict[str, Port] = field(default_factory=dict)
+    inputs: dict[str, PortSpec] = field(default_factory=dict)
     outputs: dict[str, Port] = field(default_factory=dict)
 
     def parameter(self, placement: Placement) -> Layout:
@@ -214,7 +216,9 @@ def _add_module(axes: _Axes, fqn: str, part: nn.Module, style: Style) -> None:
         path = f"{fqn}.{name}" if fqn else name
         axes.plan.setdefault(path, axes.parameter(style.parameter(name, parameter.dim())))
     if style.input is not None:
-        axes.inputs[input_key(fqn)] = Port(layout=axes.tensor(style.input))
+        port = Port(layout=axes.tensor(style.input))
+        count = len(inspect.signature(part.forward).parameters) if style.every_input else 1
+        axes.inputs[input_key(fqn)] = port if count == 1 else {str(index): port for index in range(count)}
     if style.output is not None:
         axes.outputs[output_key(fqn)] = Port(layout=axes.tensor(style.output))
 
