@@ -15,9 +15,12 @@ from typing import Any
 
 _HOMES = {
     "Sharder": "executor.resolve.sharder",
+    "auto_parallelize": "planner.auto_parallelize",
     "device_mesh_for": "executor.resolve.mesh",
     "local_batch": "executor.resolve.batch",
+    "mesh_of": "executor.resolve.sharded_as",
     "natural_order": "executor.resolve.token_order",
+    "plan_of": "executor.resolve.sharded_as",
     "shard_module": "executor.shard",
 }
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, divides, format_layout, sharded_dim
 from executor.resolve.fqns import path_text
+from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
@@ -21,23 +23,38 @@ def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
     return {} if spec is None else {name: port.layout for name, port in ports_of(spec)}
 
 
-def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
+@overload
+def local_batch(batch: Any, device_mesh: nn.Module) -> Any: ...
+
+
+@overload
+def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any: ...
+
+
+def local_batch(batch: Any, device_mesh: DeviceMesh | nn.Module, plan: ShardingPlan | None = None) -> Any:
     """Return this rank's slice of a global micro-batch.
 
     Args:
         batch: a tuple of positional or a dict of keyword arguments of the root module, as the plan names them. Every
             rank passes the same values.
-        device_mesh: a mesh with the shape of the plan's mesh.
-        plan: its input ports of the root have the layout of each tensor.
+        device_mesh: a mesh with the shape of the plan's mesh; or the sharded module, which knows its mesh and plan.
+        plan: its input ports of the root have the layout of each tensor. None: the plan of the sharded module.
 
     Raises:
+        PlanError: the module was not sharded.
         UnmatchedKeyError: the plan does not name a tensor of the batch.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly.
     """
+    if isinstance(device_mesh, nn.Module):
+        known = sharded_as(device_mesh)
+        device_mesh, plan = known.device_mesh, known.plan
+    if plan is None:
+        raise TypeError("local_batch() needs a plan with a device mesh; or give the sharded module alone")
     layouts = root_layouts(plan)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "this process is no rank of the mesh"
     first = next(iter(batch), "") if isinstance(batch, dict) else "0"
+    shape = tuple(device_mesh.shape)
 
     def local_slice(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -51,7 +68,7 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
                 key=name,
                 what_to_do=f"Pass the arguments that the plan was made for: {', '.join(map(repr, layouts)) or 'none'}.",
             )
-        return slice_of(leaf, layout, tuple(device_mesh.shape), tuple(coordinate), name)
+        return slice_of(leaf, layout, shape, tuple(coordinate), name)
 
     return pytree.tree_map_with_path(local_slice, batch)
 
