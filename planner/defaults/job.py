@@ -37,6 +37,11 @@ class ModelConfig:
     values: Mapping[str, Any]
     takes_seq: bool = True
 
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Return the config with ``values``, of a model that is not built yet."""
+        return cls(values=values, takes_seq="image_size" not in values or "vocab_size" in values)
+
 
 def with_defaults(options: Mapping[str, Any], config: ModelConfig | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return ``options`` with what they lack, and a line on each value that was assumed.

@@ -46,8 +46,8 @@ def llama_batch(step, batch, seq):
 
 
 def value(output):
-    loss = output if isinstance(output, torch.Tensor) else output.loss
-    return loss
+    """Return the loss in a module's result."""
+    return output if isinstance(output, torch.Tensor) else output.loss
 
 
 def losses(model, batches, of_rank):
@@ -94,6 +94,11 @@ def refusal(call):
     return said
 
 
+def fail(event):
+    """Fail as a caller's own code may."""
+    raise KeyError(event)
+
+
 class NoForward(nn.Module):
     """A module that cannot be traced."""
 
@@ -115,6 +120,8 @@ def main():
     results["refusals"] = {
         "other_size": refusal(lambda: auto_parallelize(Regression(), own[0], cluster="1x8xtoy")),
         "no_inputs": refusal(lambda: auto_parallelize(Regression())),
+        "mesh_of_some_ranks": refusal(lambda: auto_parallelize(Regression(), own[0], mesh=mesh["data"])),
+        "not_a_planner_error": refusal(lambda: auto_parallelize(Regression(), own[0], progress=fail)),
         "untraceable": refusal(lambda: auto_parallelize(NoForward(), (torch.zeros(4, 4),))),
     }
     plans = [None] * dist.get_world_size()
