@@ -129,7 +129,7 @@ def _config_of(model: nn.Module | TracedModule) -> ModelConfig | None:
             what_to_do='Give a module; api.requests.model_registry.load_model("gpt2").module is that of a preset.',
         )
     config, main_input = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if main_input is None or not hasattr(config, "to_dict"):
+    if main_input is None or config is None or not hasattr(config, "to_dict"):
         return None
     return ModelConfig(values=config.to_dict(), takes_seq=main_input != "pixel_values")
 

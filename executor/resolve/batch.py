@@ -32,7 +32,7 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
 
 
 def local_batch(batch: Any, device_mesh: DeviceMesh | nn.Module, plan: ShardingPlan | None = None) -> Any:
-    """Return this rank's slice of a global micro-batch.
+    """Return this rank's slice of a global micro-batch; with a sharded module, on the module's device.
 
     Args:
         batch: a tuple of positional or a dict of keyword arguments of the root module, as the plan names them. Every
@@ -45,9 +45,11 @@ def local_batch(batch: Any, device_mesh: DeviceMesh | nn.Module, plan: ShardingP
         UnmatchedKeyError: the plan does not name a tensor of the batch.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly.
     """
+    device = None
     if isinstance(device_mesh, nn.Module):
         known = sharded_as(device_mesh)
         device_mesh, plan = known.device_mesh, known.plan
+        device = device_mesh.device_type
     if plan is None:
         raise TypeError("local_batch() needs a plan with a device mesh; or give the sharded module alone")
     layouts = root_layouts(plan)
@@ -68,7 +70,8 @@ def local_batch(batch: Any, device_mesh: DeviceMesh | nn.Module, plan: ShardingP
                 key=name,
                 what_to_do=f"Pass the arguments that the plan was made for: {', '.join(map(repr, layouts)) or 'none'}.",
             )
-        return slice_of(leaf, layout, shape, tuple(coordinate), name)
+        part = slice_of(leaf, layout, shape, tuple(coordinate), name)
+        return part if device is None else part.to(device)
 
     return pytree.tree_map_with_path(local_slice, batch)
 
