@@ -18,6 +18,7 @@ from typing import Any
 _HOMES = {
     "Sharder": "executor.resolve.sharder",
     "add_adapters": "executor.loops.adapters",
+    "auto_parallelize": "planner.auto_parallelize",
     "device_mesh_for": "executor.resolve.mesh",
     "load_adapters": "executor.loops.adapters",
     "load_training_state": "executor.weights.dcp.training_state",
@@ -34,6 +35,9 @@ _HOMES = {
     "random_state": "executor.runtime.random_state",
     "seed_random_ops": "executor.runtime.random_state",
     "set_random_state": "executor.runtime.random_state",
+    "mesh_of": "executor.resolve.sharded_as",
+    "natural_order": "executor.resolve.token_order",
+    "plan_of": "executor.resolve.sharded_as",
     "shard_module": "executor.shard",
     "whole_batches": "executor.runtime.whole_batches",
 }

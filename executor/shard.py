@@ -17,6 +17,7 @@ from executor.redistribute import Redistributor
 from executor.resolve.imported_plan import accepts_other_plans
 from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
+from executor.resolve.sharded_as import remember
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.added_parameters import refuse_plain_parameters
@@ -76,7 +77,7 @@ def shard_module(
     if plan.job.fused_projections:
         fuse_projections(module)
     resolved = resolve_plan(module, device_mesh, plan, sharders)
-    return _shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank)
+    return remember(_shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank), device_mesh, plan)
 
 
 def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:

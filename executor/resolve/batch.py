@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
 from executor.resolve.fqns import path_text
+from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
@@ -23,26 +25,48 @@ def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
     return {} if spec is None else {name: port.layout for name, port in ports_of(spec)}
 
 
+@overload
+def local_batch(batch: Any, device_mesh: nn.Module, *, pad: Mapping[str, float] | None = None) -> Any: ...
+
+
+@overload
 def local_batch(
     batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan, *, pad: Mapping[str, float] | None = None
+) -> Any: ...
+
+
+def local_batch(
+    batch: Any,
+    device_mesh: DeviceMesh | nn.Module,
+    plan: ShardingPlan | None = None,
+    *,
+    pad: Mapping[str, float] | None = None,
 ) -> Any:
-    """Return this rank's slice of a global micro-batch.
+    """Return this rank's slice of a global micro-batch; with a sharded module, on the module's device.
 
     A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape.
 
     Args:
         batch: a tuple of positional or a dict of keyword arguments of the root module. Every rank passes the same
             values.
-        device_mesh: a mesh with the shape of the plan's mesh.
-        plan: its input ports of the root have the layout of each tensor.
+        device_mesh: a mesh with the shape of the plan's mesh; or the sharded module, which knows its mesh and plan.
+        plan: its input ports of the root have the layout of each tensor. None: the plan of the sharded module.
         pad: name of a tensor -> the value with which its samples and its sequences are padded, at their ends, to sizes
             that the plan's axes divide: for example ``{"input_ids": 0, "attention_mask": 0, "labels": -100}``. None:
             sizes that do not divide are an error.
 
     Raises:
+        PlanError: the module was not sharded.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
         UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
     """
+    device = None
+    if isinstance(device_mesh, nn.Module):
+        known = sharded_as(device_mesh)
+        device_mesh, plan = known.device_mesh, known.plan
+        device = device_mesh.device_type
+    if plan is None:
+        raise TypeError("local_batch() needs a plan with a device mesh; or give the sharded module alone")
     layouts = root_layouts(plan)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "this process is no rank of the mesh"
@@ -63,7 +87,8 @@ def local_batch(
         layout = layout_of(name)
         if layout is None:
             layout = layout_like(leaf.shape, planned, name, layouts)
-        return slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        piece = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        return piece if device is None else piece.to(device)
 
     return pytree.tree_map_with_path(local_slice, batch)
 
