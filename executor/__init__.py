@@ -25,7 +25,6 @@ _HOMES = {
     "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",
     "parallelize_module": "executor.parallelize",
-    "natural_order": "executor.resolve.token_order",
     "prepare_accelerator": "executor.loops.accelerator",
     "prepare_trainer": "executor.loops.trainer",
     "save_adapters": "executor.loops.adapters",
