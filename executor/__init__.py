@@ -28,7 +28,7 @@ _HOMES = {
     "prepare_accelerator": "executor.loops.accelerator",
     "prepare_trainer": "executor.loops.trainer",
     "save_adapters": "executor.loops.adapters",
-    "shard_added_parameters": "executor.runtime.added_parameters",
+    "shard_added_parameters": "executor.runtime.root.added_parameters",
     "save_training_state": "executor.weights.dcp.training_state",
     "save_weights": "executor.weights.save",
     "random_state": "executor.runtime.random_state",

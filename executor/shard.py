@@ -20,22 +20,22 @@ from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharded_as import remember
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
-from executor.runtime.added_parameters import refuse_plain_parameters
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.buffers import keep_buffers_whole
 from executor.runtime.checkpointing import checkpoint_blocks
-from executor.runtime.eager_only import keep_eager
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.optimizer_steps import watch_optimizers
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
-from executor.runtime.root_arguments import attach_root_arguments
+from executor.runtime.root.added_parameters import refuse_plain_parameters
+from executor.runtime.root.eager_only import keep_eager
+from executor.runtime.root.root_arguments import attach_root_arguments
+from executor.runtime.root.save_pretrained import refuse_save_pretrained
+from executor.runtime.root.sharded_root import ShardedRoot, remember_root
 from executor.runtime.run_context import PhaseTracker, RunContexts
-from executor.runtime.save_pretrained import refuse_save_pretrained
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
-from executor.runtime.sharded_root import ShardedRoot, remember_root
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections

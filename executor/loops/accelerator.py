@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from executor.loops.adoption import refuse_mixed_precision, take_whole_batches
 from executor.loops.whole_state import whole_state_dict
-from executor.runtime.sharded_root import find_root, root_of
+from executor.runtime.root.sharded_root import find_root, root_of
 from executor.weights.dcp.training_state import load_training_state, save_training_state
 from planner.errors import LoopError
 

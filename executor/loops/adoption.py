@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from executor.loops.equal_batches import check_equal_batches
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.sharded_root import root_of
 from planner.errors import LoopError
 
 _adopted = "_takes_whole_batches"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.runtime.sharded_root import ShardedRoot
+from executor.runtime.root.sharded_root import ShardedRoot
 from planner.errors import PlanMismatchError
 
 _CHECKED_CALLS = 2

@@ -12,7 +12,7 @@ from torch import nn
 
 from executor.loops.accelerator import prepare_accelerator
 from executor.loops.adapters import has_adapters, load_adapters, save_adapters
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.sharded_root import root_of
 from executor.weights.dcp.training_state import load_training_state, save_training_state
 from executor.weights.load import load_weights
 from executor.weights.save import save_weights

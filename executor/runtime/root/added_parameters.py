@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.sharded_root import root_of
 from planner.errors import PlanMismatchError
 
 
