@@ -24,6 +24,7 @@ from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.optimizer_steps import watch_optimizers
+from executor.runtime.parameter_guard import ParameterGuard
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
@@ -125,6 +126,8 @@ def _shard(
         reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
+    reduction.attach_root(module)
     watch_optimizers(module, reduction)
     contexts.attach(module)
+    ParameterGuard(module, reduction, "meta" if on_meta else resolved.device_mesh.device_type)
     return module
