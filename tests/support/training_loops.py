@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from support.executor_cases import Case, loss_of, make_batch, make_model
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.runtime.optimizer_steps import set_accumulation_steps
 from executor.shard import shard_module
+from planner.errors import PlanMismatchError
 
 TOLERANCE = 1e-5
 """Of losses; of gradients, parameters and states relative to the largest of their kind."""
@@ -38,7 +44,8 @@ class Step:
         clears_late: whether `model.zero_grad()` runs between the first forward and its backward, not before the step.
         frozen: index of the module whose parameters change between frozen and trained before the step; None: no change.
         clip: the largest norm of gradients; 0: no clipping.
-        moves: whether `model.to` is called with the dtype and device that the model has.
+        moves: whether `model.to` is called before the step, with what the model has, and with another dtype (refused).
+        resumes_under: name of the case under which the run goes on after the step, from a checkpoint; "": none.
     """
 
     passes: int = 1
@@ -50,6 +57,7 @@ class Step:
     frozen: int | None = None
     clip: float = 0.0
     moves: bool = False
+    resumes_under: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +65,7 @@ class Loop:
     """A training loop, from the model's first values on.
 
     Attributes:
-        case: name of a case: a model and its plan.
+        case: name of a model and its plan.
         steps: its steps.
         optimizer: name of its optimizer.
         decays: whether the learning rate decays with each step.
@@ -101,6 +109,8 @@ class _Trained:
                 parameter.requires_grad_(not parameter.requires_grad)
         if step.moves:
             self.model.to(device="cpu", dtype=torch.float32)
+            if self.mesh is not None:
+                _expect_refusal(self.model)
         if step.announced and self.mesh is not None:
             set_accumulation_steps(self.model, step.announced)
         if not step.clears_late:
@@ -119,6 +129,21 @@ class _Trained:
         self.optimizer.step()
         self.scheduler.step()
         return numbers
+
+    def resumed(self, loop: Loop, case: Case) -> _Trained:
+        """Return this run, gone on from a checkpoint under the plan of ``case``."""
+        folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folders)
+        resumed = _Trained(loop, case, is_sharded=True)
+        for run, transfer in ((self, dcp.save), (resumed, dcp.load)):
+            model, optimizer = get_state_dict(run.model, run.optimizer)
+            transfer({"model": model, "optimizer": optimizer}, checkpoint_id=folders[0])
+        set_state_dict(resumed.model, resumed.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        resumed.scheduler.load_state_dict(self.scheduler.state_dict())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folders[0])
+        return resumed
 
     def before_last_pass(self, step: Step, seed: int) -> list[float]:
         numbers = []
@@ -156,9 +181,22 @@ class _Trained:
         }
 
 
-def differences(loop: Loop, cases: Mapping[str, Callable[[], Case]]) -> list[str]:
-    """Return where the sharded run of ``loop`` is not the unsharded one; all ranks call this function."""
-    case = cases[loop.case]()
+def _expect_refusal(model: nn.Module) -> None:
+    try:
+        model.half()
+    except PlanMismatchError:
+        return
+    raise AssertionError("half() was not refused")
+
+
+def differences(loop: Loop, case_of: Callable[[str], Case]) -> list[str]:
+    """Return where the sharded run of ``loop`` is not the unsharded one; all ranks call this function.
+
+    Args:
+        loop: the loop.
+        case_of: returns a model and its plan, by name.
+    """
+    case = case_of(loop.case)
     expected, found = _Trained(loop, case, is_sharded=False), _Trained(loop, case, is_sharded=True)
     wrong = []
     for number, step in enumerate(loop.steps):
@@ -167,6 +205,8 @@ def differences(loop: Loop, cases: Mapping[str, Callable[[], Case]]) -> list[str
         wrong += [f"step {number}: {text}" for text in _compared(expected.tensors(), found.tensors())]
         if wrong:
             break
+        if step.resumes_under:
+            found = found.resumed(loop, case_of(step.resumes_under))
     return wrong[:4]
 
 
@@ -185,8 +225,3 @@ def _compared(
             elif tensor is not None and (difference := (tensor - other).abs().max().item()) > TOLERANCE * largest:
                 wrong.append(f"{kind} of {name}, by {difference / largest}")
     return wrong
-
-
-def run_loops(rank: int, loops: Sequence[Loop], cases: Mapping[str, Callable[[], Case]]) -> list[list[str]]:
-    """Return the differences of each loop."""
-    return [differences(loop, cases) for loop in loops]
