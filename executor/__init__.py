@@ -18,6 +18,7 @@ _HOMES = {
     "device_mesh_for": "executor.resolve.mesh",
     "local_batch": "executor.resolve.batch",
     "natural_order": "executor.resolve.token_order",
+    "set_accumulation_steps": "executor.runtime.optimizer_steps",
     "shard_module": "executor.shard",
 }
 

@@ -44,9 +44,9 @@ def shard_module(
 ) -> nn.Module:
     """Return ``module``, changed in place to run on ``device_mesh`` as ``plan`` says; training loops need no change.
 
-    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch. They
-    are in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of each
-    micro-batch by ``1 / plan.micro_batches``. Run a plan for prefill or decoding under ``torch.no_grad``. If the model
+    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch. A
+    step may have any number of backward passes (``set_accumulation_steps``); ``plan.micro_batches`` are expected. Scale
+    the loss of each by one over their number. Run a plan for prefill or decoding under ``torch.no_grad``. If the model
     takes a key-value cache, pass transformers' ``DynamicCache``: its keys and values are DTensors, sharded as attention
     is.
 

@@ -144,7 +144,7 @@ def _serve_calls(rank: int, world_size: int, folder: str, timeout_s: float, pipe
         try:
             result = pickle.dumps(_load(*source)(rank, *pickle.loads(args)))  # noqa: S301
             pipe.send((True, result))
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, the caller hears of it
             pipe.send((False, f"error-{rank}:\n{traceback.format_exc()}"))
 
 
