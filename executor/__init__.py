@@ -37,6 +37,7 @@ _HOMES = {
     "mesh_of": "executor.resolve.sharded_as",
     "natural_order": "executor.resolve.token_order",
     "plan_of": "executor.resolve.sharded_as",
+    "set_accumulation_steps": "executor.runtime.optimizer_steps",
     "shard_module": "executor.shard",
     "whole_batches": "executor.runtime.whole_batches",
 }

@@ -27,6 +27,7 @@ from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.optimizer_steps import watch_optimizers
+from executor.runtime.parameter_guard import ParameterGuard
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
 from executor.runtime.root.added_parameters import refuse_plain_parameters
@@ -55,9 +56,9 @@ def shard_module(
 ) -> nn.Module:
     """Return ``module``, changed in place to run on ``device_mesh`` as ``plan`` says; training loops need no change.
 
-    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch. They
-    are in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of each
-    micro-batch by ``1 / plan.micro_batches``. Run a plan for prefill or decoding under ``torch.no_grad``. If the model
+    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch. A
+    step may have any number of backward passes (``set_accumulation_steps``); ``plan.micro_batches`` are expected. Scale
+    the loss of each by one over their number. Run a plan for prefill or decoding under ``torch.no_grad``. If the model
     takes a key-value cache, pass transformers' ``DynamicCache``: its keys and values are DTensors, sharded as attention
     is.
 
@@ -146,6 +147,7 @@ def _shard(
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
+    reduction.attach_root(module)
     watch_optimizers(module, reduction)
     contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
     refuse_save_pretrained(module)
@@ -156,4 +158,5 @@ def _shard(
     refuse_plain_parameters(module)
     if not on_meta:
         keep_eager(module)
+    ParameterGuard(module, reduction, "meta" if on_meta else resolved.device_mesh.device_type)
     return module

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl
+from torch.utils.hooks import RemovableHandle
 
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
@@ -161,6 +162,38 @@ def current_backward_pass() -> int:
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which tensor subclasses do not intercept calls."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+class ParameterHooks:
+    """Our hooks on one parameter, which a conversion of the parameter (``torch.utils.swap_tensors``) may remove."""
+
+    def __init__(self) -> None:
+        """Start with no hooks."""
+        self._before: RemovableHandle | None = None
+        self._after: RemovableHandle | None = None
+
+    def register(
+        self,
+        parameter: nn.Parameter,
+        before: Callable[[torch.Tensor], None] | None,
+        after: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Register the hooks that are missing: ``before`` and ``after`` a gradient accumulates in ``parameter``."""
+        lacks_before = before is not None and not _is_in(self._before, parameter._backward_hooks)
+        lacks_after = not _is_in(self._after, parameter._post_accumulate_grad_hooks)
+        if not lacks_before and not lacks_after:
+            return
+        # torch refuses hooks on frozen parameters, and keeps them when a parameter is frozen later.
+        requires_grad, parameter.requires_grad = parameter.requires_grad, True
+        if before is not None and lacks_before:
+            self._before = parameter.register_hook(before)
+        if lacks_after:
+            self._after = parameter.register_post_accumulate_grad_hook(after)
+        parameter.requires_grad = requires_grad
+
+
+def _is_in(handle: RemovableHandle | None, hooks: Any) -> bool:
+    return handle is not None and hooks is not None and handle.id in hooks
 
 
 def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:

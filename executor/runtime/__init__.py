@@ -3,6 +3,8 @@
 redistribution at module boundaries    boundary_hooks
 FSDP groups                            fully_sharded
 activation checkpointing               checkpointing, saved_tensor_recompute
-gradient reduction, once a step        grad_reduction
+gradient reduction, once a step        grad_reduction, unreduced_gradient
+steps of optimizers                    optimizer_steps
 parameters at use                      parameter_views
+conversions, replaced parameters       parameter_guard
 """

@@ -12,12 +12,11 @@ forward nor a backward runs, and the gathered memory is kept.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from executor import torch_internals_fsdp
 from executor.runtime.grad_reduction import GradientReduction
@@ -38,18 +37,6 @@ class ReshardAfterStep:
         self._modules.append(module)
         if after_step:
             self._after_step[module] = ()
-
-    def attach(self) -> None:
-        """Hook the root. Call this after ``fully_shard``, whose callback at the end of a backward has to run first."""
-        self._reduction.attach_fully_shard(self)
-        self._root.register_forward_hook(self._hook_outputs)
-
-    def _hook_outputs(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda gradient: self._reduction.begin())
 
     def begin_pass(self, is_last: bool) -> None:
         """Prepare for a backward pass."""

@@ -80,7 +80,7 @@ def apply_fsdp_groups(
     fqns_after_backward = [group.fqn for group in groups if group.reshard_after is ReshardAfter.BACKWARD]
     after_backward = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in fqns_after_backward]
     _PassHooks(cast(FSDPModule, module), after_backward, after_step).attach(module)
-    after_step.attach()
+    reduction.attach_fully_shard(after_step)
 
 
 def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_internals_fsdp.CollectiveContexts:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor
 from executor.runtime.run_context import PhaseTracker
 from executor.runtime.unreduced_gradient import UnreducedGradient
-from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
+from executor.torch_internals import ParameterHooks, at_end_of_backward, current_backward_pass, local_of, make_dtensor
 from executor.torch_internals_parallel import post_accumulate_hooks
 
 _CONCURRENT_REDUCTIONS = 2
@@ -94,6 +95,7 @@ class GradientReduction:
         """Parameter -> its reduced gradient, to which its unreduced gradient will be added."""
         self._pending: dict[nn.Parameter, None] = {}
         """In a pass: parameters whose gradient of earlier passes is unreduced, and which had none in this pass yet."""
+        self._hooks: dict[nn.Parameter, ParameterHooks] = {}
         self._running: deque[tuple[nn.Parameter, Callable[[], DTensor]]] = deque()
 
     def attach(
@@ -107,24 +109,24 @@ class GradientReduction:
             reduce_scattered: FSDP parameter -> layout of its gradient after the reduce-scatter, where the gradient is
                 still partial on axes outside the group. ``fully_shard`` labels it with the parameter's placements.
         """
-        self._parameters = tuple(
+        self._parameters += tuple(
             parameter for parameter in parameters if parameter.is_floating_point() and not _is_attached(parameter)
         )
         self._reduce_scattered.update(reduce_scattered or {})
-        for parameter in (*self._parameters, *self._reduce_scattered):
-            self.hook(parameter)
+        self.hook_again()
 
-    def hook(self, parameter: nn.Parameter) -> None:
-        """Register the hooks on ``parameter``, one of those given to ``attach``."""
-        is_in_fsdp = parameter in self._reduce_scattered
-        if not is_in_fsdp and parameter.dtype != self._dtype:
-            parameter.grad_dtype = None  # lets ``grad`` have any dtype, as the sum has until it is reduced
-        # torch refuses hooks on frozen parameters, and keeps them when a parameter is frozen later.
-        requires_grad, parameter.requires_grad = parameter.requires_grad, True
-        if not is_in_fsdp:
-            parameter.register_hook(lambda gradient: self.begin())
-        parameter.register_post_accumulate_grad_hook(self._on_accumulated)
-        parameter.requires_grad = requires_grad
+    def attach_root(self, root: nn.Module) -> None:
+        """Hook ``root``. Call this after ``fully_shard``, whose callback at the end of a backward has to run first."""
+        root.register_forward_hook(self._hook_outputs)
+
+    def hook_again(self) -> None:
+        """Register hooks on parameters that have none yet, or have lost them in a conversion."""
+        for parameter in (*self._parameters, *self._reduce_scattered):
+            is_in_fsdp = parameter in self._reduce_scattered
+            hooks = self._hooks.setdefault(parameter, ParameterHooks())
+            if not is_in_fsdp and parameter.dtype != self._dtype:
+                parameter.grad_dtype = None  # lets ``grad`` have any dtype, as the sum has until it is reduced
+            hooks.register(parameter, None if is_in_fsdp else self._before_accumulation, self._on_accumulated)
 
     def attach_fully_shard(self, in_fsdp: FullyShardedGradients) -> None:
         """Take the gradients inside ``fully_shard``."""
@@ -208,6 +210,16 @@ class GradientReduction:
         self._stand_ins.clear()
         for parameter, stand_in in stand_ins.items():
             stand_in.set_value(parameter.grad)
+
+    def _hook_outputs(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._before_accumulation)
+
+    def _before_accumulation(self, gradient: torch.Tensor) -> None:
+        self.begin()
 
     @property
     def _is_last(self) -> bool:

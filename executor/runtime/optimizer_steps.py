@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from executor.runtime.grad_reduction import GradientReduction
 from executor.torch_internals import current_backward_pass
+from executor.torch_internals_optim import mend_grad_scaler, mend_muon
 from planner.errors import PlanMismatchError, RunError
 
 _roots: weakref.WeakKeyDictionary[GradientReduction, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -105,3 +106,5 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
+mend_muon()
+mend_grad_scaler()

@@ -1,9 +1,10 @@
-"""Run a function on real gloo processes: ``run_on_gloo(fn, 4, ...)`` in a test, without ports and without a GPU."""
+"""Run functions on real gloo processes: ``run_on_gloo(fn, 4, ...)`` or ``GlooRanks(4)``, without ports or a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import multiprocessing.connection
 import pickle
 import sys
 import tempfile
@@ -66,9 +67,88 @@ def run_on_gloo(
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301
 
 
-def _rank_main(
-    rank: int, source: tuple[str, str, str], world_size: int, folder: str, timeout_s: float, call: bytes
-) -> None:
+class GlooRanks:
+    """Processes of one gloo process group that stay for many calls; use it as a context.
+
+    After a call that fails, in which ranks may wait for each other, they are ended; the next call starts others.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 120.0) -> None:
+        self._world_size, self._timeout_s = world_size, timeout_s
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> GlooRanks:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._end()
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return ``fn(rank, *args)`` of every rank; ``fn`` and ``args`` are as for `run_on_gloo`.
+
+        Raises:
+            RankError: a rank raised, or did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        task = ((fn.__module__, inspect.getfile(fn), fn.__qualname__), pickle.dumps(args))
+        for pipe in self._pipes:
+            pipe.send(task)
+        results: dict[Any, Any] = {}
+        while len(results) < len(self._pipes):
+            waiting = [pipe for pipe in self._pipes if pipe not in results]
+            ready = multiprocessing.connection.wait(waiting, self._timeout_s + 30)
+            for pipe in ready:
+                is_right, result = pipe.recv()
+                if not is_right:
+                    self._end()
+                    raise RankError(result)
+                results[pipe] = pickle.loads(result)  # noqa: S301
+            if not ready:
+                self._end()
+                raise RankError("ranks have not answered")
+        return [results[pipe] for pipe in self._pipes]
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gloo-")
+        context = mp.get_context("forkserver")
+        for rank in range(self._world_size):
+            here, there = context.Pipe()
+            arguments = (rank, self._world_size, self._folder.name, self._timeout_s, there)
+            process = context.Process(target=_serve_calls, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def _end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _serve_calls(rank: int, world_size: int, folder: str, timeout_s: float, pipe: Any) -> None:
+    _initialize(rank, world_size, folder, timeout_s)
+    while True:
+        try:
+            source, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = pickle.dumps(_load(*source)(rank, *pickle.loads(args)))  # noqa: S301
+            pipe.send((True, result))
+        except Exception:  # noqa: BLE001 - whatever it is, the caller hears of it
+            pipe.send((False, f"error-{rank}:\n{traceback.format_exc()}"))
+
+
+def _initialize(rank: int, world_size: int, folder: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
     make_fast()
     # A file store, because ports clash.
@@ -79,6 +159,12 @@ def _rank_main(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def _rank_main(
+    rank: int, source: tuple[str, str, str], world_size: int, folder: str, timeout_s: float, call: bytes
+) -> None:
+    _initialize(rank, world_size, folder, timeout_s)
     try:
         fn = _load(*source)
         args, kwargs = pickle.loads(call)  # noqa: S301
