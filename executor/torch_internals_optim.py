@@ -30,7 +30,7 @@ def mend_muon() -> None:
         whole = on_plain_tensors(gradient.full_tensor(), *args)
         return distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None)
 
-    _muon._zeropower_via_newtonschulz = orthogonalized
+    _muon._zeropower_via_newtonschulz = orthogonalized  # type: ignore[assignment]
 
 
 def mend_grad_scaler() -> None:
