@@ -2,6 +2,7 @@
 
 loops/      Trainer, accelerate and peft with a sharded module
 calibrate/  measurements of a cluster
+agreement/  checks that all ranks hold what the plan needs
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
 weights/    checkpoints, read into shards and written from shards
 ops/        ops that DTensor cannot run as planned
