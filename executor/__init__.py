@@ -19,6 +19,7 @@ from typing import Any
 _HOMES = {
     "Sharder": "executor.resolve.sharder",
     "add_adapters": "executor.loops.adapters",
+    "data_shard": "executor.resolve.batch",
     "device_mesh_for": "executor.resolve.mesh",
     "load_training_state": "executor.weights.dcp.training_state",
     "load_weights": "executor.weights.load",

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from executor.agreement.batches import attach_batch_check
 from executor.agreement.before_sharding import ShardingAgreement
 from executor.agreement.exchange import Exchange
 from executor.ops.attention_kernels import use_kernel
@@ -203,6 +204,7 @@ def _shard(
     apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
     contexts.attach(module)
+    attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     refuse_save_pretrained(module)
     root = ShardedRoot(
         plan=plan, device_mesh=resolved.device_mesh, form=form, redistributor=redistributor, reduction=reduction
