@@ -110,7 +110,10 @@ def shard_module(
             values_from_source=values_from_source,
         )
     except Exception as error:
-        agreement.note_failure(error)
+        error.add_note(
+            "shard_module failed while it changed the module, which cannot be used any more: make it anew. If a "
+            "collective failed, another rank has probably ended: see the output of all ranks."
+        )
         raise
 
 

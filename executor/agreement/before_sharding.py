@@ -110,12 +110,6 @@ class ShardingAgreement:
                 )
         return result
 
-    def note_failure(self, error: Exception) -> None:
-        """Add to ``error``, raised while the module was being changed, what that means and which ranks are gone."""
-        error.add_note("shard_module failed while it changed the module, which cannot be used any more: make it anew.")
-        if self.exchange is not None:
-            error.add_note(self.exchange.missing("sharding"))
-
     def _publish(self, purpose: str, error: Exception) -> None:
         if self.exchange is None:
             return

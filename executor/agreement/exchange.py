@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +16,6 @@ from planner.errors import RanksError
 
 Judge = Callable[[Mapping[int, str]], str]
 """rank -> its text; returns the verdict. It runs on one rank, and depends on the texts alone."""
-
-_ROLL_CALL_S = 5.0
-"""Seconds that ``Exchange.missing`` waits for other ranks. A broken connection shows on all ranks at about one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +84,6 @@ class Exchange:
             )
         judged: str = json.loads(verdict)["judged"]
         return judged
-
-    def missing(self, purpose: str) -> str:
-        """Return a sentence on the ranks that have not failed in ``purpose`` as this rank has: they may have ended."""
-        key = self._key(purpose)
-        try:
-            self.store.set(f"{key}/failed/{self.rank}", "")
-            end = time.monotonic() + _ROLL_CALL_S
-            for rank in self.ranks:
-                self._wait(f"{key}/failed/{rank}", max(end - time.monotonic(), 0.001))
-            silent = [rank for rank in self.ranks if not self.store.check([f"{key}/failed/{rank}"])]
-        except RuntimeError:
-            return "The store of the process group does not answer; its host, usually rank 0, has probably ended."
-        if not silent:
-            return "All ranks of the mesh have failed in it."
-        return f"{_named(silent)} did not fail in it: they have probably ended. See their own output."
 
     def _hand_in(self, purpose: str, text: str, judge: Judge) -> tuple[str, str | None]:
         """Return the key of this exchange, and its verdict if this rank was the last to come."""
