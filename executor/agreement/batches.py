@@ -156,7 +156,7 @@ def _checksum(tensor: torch.Tensor) -> dict[str, Any]:
     data = tensor.detach().cpu().contiguous().reshape(-1)
     return {
         "form": f"{tuple(tensor.shape)} {tensor.dtype}",
-        "checksum": zlib.crc32(data.view(torch.uint8).numpy()),
+        "checksum": zlib.crc32(data.view(torch.uint8).numpy().data),
         "varies": bool((data != data[:1]).any()),
     }
 

@@ -46,7 +46,7 @@ class Exchange:
     @property
     def group_timeout_s(self) -> float:
         """Time limit of the process group, in seconds."""
-        return self.store.timeout.total_seconds()
+        return float(self.store.timeout.total_seconds())
 
     def publish(self, purpose: str, text: str, judge: Judge) -> str | None:
         """Hand in this rank's text without waiting for the others; return the verdict if this rank is the last."""
@@ -99,14 +99,14 @@ class Exchange:
 
     def _await(self, key: str, timeout_s: float) -> str:
         if self._wait(f"{key}/verdict", timeout_s):
-            return self.store.get(f"{key}/verdict").decode()
+            return str(self.store.get(f"{key}/verdict").decode())
         absent = [rank for rank in self.ranks if not self.store.check([f"{key}/text/{rank}"])]
         return self._settle(key, absent=absent or self.ranks, judged="")
 
     def _settle(self, key: str, *, absent: Sequence[int], judged: str) -> str:
         """Return the verdict: this one, or the one that another rank has settled first."""
         verdict = json.dumps({"absent": list(absent), "judged": judged})
-        return self.store.compare_set(f"{key}/verdict", "", verdict).decode()
+        return str(self.store.compare_set(f"{key}/verdict", "", verdict).decode())
 
     def _wait(self, key: str, timeout_s: float) -> bool:
         """Return whether ``key`` is in the store, after at most ``timeout_s``."""
@@ -114,7 +114,7 @@ class Exchange:
             self.store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError:
             # The time is over, for which each kind of store has another error; or the store is gone, which check tells.
-            return self.store.check([key])
+            return bool(self.store.check([key]))
         return True
 
     def _key(self, purpose: str) -> str:
