@@ -2,6 +2,7 @@
 
 loops/      Trainer, accelerate and peft with a sharded module
 calibrate/  measurements of a cluster
+agreement/  checks that all ranks hold what the plan needs
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
 weights/    checkpoints, read into shards and written from shards
 ops/        ops that DTensor cannot run as planned
@@ -19,6 +20,7 @@ _HOMES = {
     "Sharder": "executor.resolve.sharder",
     "add_adapters": "executor.loops.adapters",
     "auto_parallelize": "planner.auto_parallelize",
+    "data_shard": "executor.resolve.batch",
     "device_mesh_for": "executor.resolve.mesh",
     "load_adapters": "executor.loops.adapters",
     "load_training_state": "executor.weights.dcp.training_state",

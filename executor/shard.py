@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from executor.agreement.batches import attach_batch_check
+from executor.agreement.before_sharding import ShardingAgreement
+from executor.agreement.exchange import Exchange
 from executor.ops.attention_kernels import use_kernel
 from executor.ops.dispatch import OwnOps
 from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
+from executor.resolve.checks import check_member, check_source
 from executor.resolve.imported_plan import accepts_other_plans
+from executor.resolve.module_tree import meta_tree, restored_on_error
 from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharded_as import remember
@@ -53,6 +59,7 @@ def shard_module(
     *,
     sharders: Mapping[str, Sharder] | None = None,
     src_data_rank: int | None = 0,
+    agreement_timeout_s: float = 30.0,
 ) -> nn.Module:
     """Return ``module``, changed in place to run on ``device_mesh`` as ``plan`` says; training loops need no change.
 
@@ -62,30 +69,83 @@ def shard_module(
     takes a key-value cache, pass transformers' ``DynamicCache``: its keys and values are DTensors, sharded as attention
     is.
 
+    Before anything is changed, all ranks agree that they have the same plan, module, arguments and versions. In the
+    first calls of the module they check that they pass the inputs that the plan needs.
+
     Args:
-        module: a plain module (no parameter is a DTensor yet), on the mesh's device or on meta.
+        module: a plain module (no parameter is a DTensor yet), on the mesh's device or on meta. If the source rank has
+            values, other ranks may have the module on meta.
         device_mesh: the plan's mesh; all of its ranks call this function.
         plan: a plan for this module and this mesh.
         sharders: name of a Sharder in the plan -> the Sharder; None: the plan names none.
         src_data_rank: index along each axis of the rank whose parameters and buffers are used, as in
             ``distribute_tensor``. None: each rank uses its own values, and only the random seed is sent.
+        agreement_timeout_s: how long a rank waits for the others to call this function.
 
     Raises:
         PlanError: plan, module and mesh do not fit together, the plan's attention kernel is not available, or a
-            Sharder returned no module. The module has not been changed, except by a Sharder, and except that its
-            projections are fused if the plan says so.
+            Sharder returned no module.
+        RanksError: the ranks differ, one of them has failed its checks or in a Sharder, or has not come in time. If one
+            rank raises, all of them do.
+
+    The module has not been changed when one of these errors is raised, except for values of tensors that a Sharder has
+    changed in place. After an error of a later collective, which has a note that says so, make the module anew.
     """
-    if plan.job.fused_projections:
-        fuse_projections(module)
-    resolved = resolve_plan(module, device_mesh, plan, sharders)
-    return remember(_shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank), device_mesh, plan)
+    named_sharders = sharders or {}
+    agreement = ShardingAgreement(exchange=Exchange.of(device_mesh), timeout_s=agreement_timeout_s)
+    check_member(device_mesh)
+    resolved = agreement.checked(lambda: _checked(module, device_mesh, plan, named_sharders, src_data_rank))
+    values_from_source = agreement.agree(
+        module, device_mesh, plan, sharders=named_sharders, src_data_rank=src_data_rank
+    )
+    if plan.job.fused_projections or resolved.sharders:
+        with restored_on_error(module) if resolved.sharders else nullcontext():
+            if plan.job.fused_projections:
+                fuse_projections(module)
+            resolved = resolve_plan(module, device_mesh, plan, named_sharders)
+            replacements = agreement.sharders_applied(lambda: apply_sharders(module, resolved.sharders))
+    else:
+        replacements = frozenset()
+    try:
+        sharded = _shard(
+            module,
+            resolved,
+            PhaseTracker(),
+            src_data_rank=src_data_rank,
+            replacements=replacements,
+            values_from_source=values_from_source,
+        )
+    except Exception as error:
+        error.add_note(
+            "shard_module failed while it changed the module, which cannot be used any more: make it anew. If a "
+            "collective failed, another rank has probably ended: see the output of all ranks."
+        )
+        raise
+    return remember(sharded, device_mesh, plan)
+
+
+def _checked(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: ShardingPlan,
+    sharders: Mapping[str, Sharder],
+    src_data_rank: int | None,
+) -> ResolvedPlan:
+    """Return ``plan`` resolved against ``module`` as it will be sharded, which is not changed; this rank's checks."""
+    check_source(device_mesh, src_data_rank)
+    planned = fuse_projections(meta_tree(module)) if plan.job.fused_projections else module
+    resolved = resolve_plan(planned, device_mesh, plan, sharders)
+    use_kernel(plan.job.attention_kernel, device_mesh.device_type)
+    return resolved
 
 
 def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:
     """Return ``module``, which is on meta, sharded to run there as a plan says; ``phases`` tracks the current phase."""
     if plan.job.fused_projections:
         fuse_projections(module)
-    return _shard(module, resolve_plan(module, device_mesh, plan), phases, src_data_rank=None, on_meta=True)
+    resolved = resolve_plan(module, device_mesh, plan)
+    use_kernel(plan.job.attention_kernel, device_mesh.device_type)
+    return _shard(module, resolved, phases, src_data_rank=None, on_meta=True)
 
 
 def _shard(
@@ -94,15 +154,21 @@ def _shard(
     phases: PhaseTracker,
     *,
     src_data_rank: int | None,
+    replacements: Collection[nn.Module] = (),
+    values_from_source: bool = False,
     on_meta: bool = False,
 ) -> nn.Module:
     plan, job = resolved.plan, resolved.plan.job
-    use_kernel(job.attention_kernel, resolved.device_mesh.device_type)
-    replacements = apply_sharders(module, resolved.sharders)
     # Inference updates no parameter, so it needs no copy in a wider dtype.
     stored_dtype = None if job.phase == "training" else resolved.compute_dtype
-    place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype)
-    place_buffers(module, resolved.device_mesh, src_data_rank, outside=replacements)
+    place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype, values_from_source=values_from_source)
+    place_buffers(
+        module,
+        resolved.device_mesh,
+        src_data_rank,
+        outside=replacements,
+        values_from_source=values_from_source,
+    )
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
@@ -150,6 +216,7 @@ def _shard(
     reduction.attach_root(module)
     watch_optimizers(module, reduction)
     contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
+    attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     refuse_save_pretrained(module)
     root = ShardedRoot(
         plan=plan, device_mesh=resolved.device_mesh, form=form, redistributor=redistributor, reduction=reduction

@@ -13,6 +13,7 @@ PlannerError                    exit code 2, HTTP 422
 │   ├── PlanMismatchError       a plan for another model, mesh or torch (stale fingerprint)
 │   ├── PlanTypeError           a value of a wrong type (also a TypeError, as in torch)
 │   ├── PlanLayoutError         a layout that the mesh or the tensor's shape does not allow (also a ValueError)
+│   ├── RanksError              ranks that hold different things, failed, or did not come
 │   ├── RunError                exit code 4: a step of the plan that fails when it is run, or runs other collectives
 │   └── PlanKeyError            an invalid key
 │       ├── EmptyPathError      a Sharder for the root module (also a KeyError, as in torch)
@@ -223,6 +224,20 @@ class KeyConflictError(PlanKeyError, RuntimeError):
     def __init__(self, detail: str, *, field: str, key: str, other: str, what_to_do: str = "") -> None:
         super().__init__(detail, field=field, key=key, what_to_do=what_to_do)
         self.other = other
+
+
+class RanksError(PlanError):
+    """Ranks that hold different things where the plan needs equal ones, that failed, or that did not come.
+
+    Attributes:
+        ranks: the ranks at fault; empty if they are not known.
+    """
+
+    title = "The ranks do not agree"
+
+    def __init__(self, detail: str, *, ranks: Sequence[int], what_to_do: str = "") -> None:
+        super().__init__(detail, what_to_do=what_to_do)
+        self.ranks = tuple(ranks)
 
 
 class RunError(PlanError):

@@ -6,6 +6,6 @@ each batch to the shards of its plan. A loop's own samplers, loss scales and met
 transformers' Trainer                     trainer.prepare_trainer
 accelerate's Accelerator                  accelerator.prepare_accelerator
 adapters of peft                          adapters
-whole batches on every rank, checked      adoption, equal_batches
+whole batches on every rank               adoption
 whole tensors on rank 0                   whole_state
 """

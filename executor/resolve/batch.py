@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
+from executor.resolve.checks import check_member, check_mesh
 from executor.resolve.fqns import path_text
 from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
@@ -25,13 +29,72 @@ def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
     return {} if spec is None else {name: port.layout for name, port in ports_of(spec)}
 
 
-@overload
-def local_batch(batch: Any, device_mesh: nn.Module, *, pad: Mapping[str, float] | None = None) -> Any: ...
+_sources: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakTensorKeyDictionary()
+"""Slice -> the global tensor that it was cut from, while both live. Global, because callers pass plain tensors on."""
+
+
+def global_tensor_of(local: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of a global batch from which ``local_batch`` has cut ``local``; None: it is not known."""
+    source = _sources.get(local)
+    return None if source is None else source()
+
+
+def data_shard(plan: ShardingPlan, device_mesh: DeviceMesh) -> tuple[int, int]:
+    """Return (rank, number of ranks) for a ``DistributedSampler``: which shard of the samples this process reads.
+
+    Processes that need the same samples, because tensors or sequences are split between them, get the same rank. The
+    number of ranks is the number of shards of the batch; it is 1 where the plan does not split the batch. Pass the rows
+    to ``local_batch`` with ``is_local=True``.
+
+    Args:
+        plan: its input ports of the root say how dim 0, the samples, is split.
+        device_mesh: a mesh with the shape of the plan's mesh.
+
+    Raises:
+        PlanMismatchError: ``device_mesh`` has other axes, or this process is no rank of it.
+        PlanLayoutError: the plan splits the samples of its inputs in different ways.
+    """
+    check_mesh(plan.mesh, device_mesh)
+    check_member(device_mesh)
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    layouts = root_layouts(plan)
+    axes_by_name = {
+        name: [axis for axis, p in enumerate(layout) if _splits_samples(p)] for name, layout in layouts.items()
+    }
+    by_axes = {tuple(axes): name for name, axes in axes_by_name.items() if axes}
+    if len(by_axes) > 1:
+        first, other = list(by_axes.values())[:2]
+        raise PlanLayoutError(
+            f"The plan splits the samples of {first!r} and of {other!r} in different ways.",
+            field="input_plan",
+            key=other,
+            what_to_do="Cut global batches with local_batch instead.",
+        )
+    rank, ranks = 0, 1
+    for axis in next(iter(by_axes), ()):
+        rank, ranks = rank * device_mesh.shape[axis] + coordinate[axis], ranks * device_mesh.shape[axis]
+    return rank, ranks
+
+
+def _splits_samples(placement: Placement) -> bool:
+    return sharded_dim(placement) == 0
 
 
 @overload
 def local_batch(
-    batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan, *, pad: Mapping[str, float] | None = None
+    batch: Any, device_mesh: nn.Module, *, pad: Mapping[str, float] | None = None, is_local: bool = False
+) -> Any: ...
+
+
+@overload
+def local_batch(
+    batch: Any,
+    device_mesh: DeviceMesh,
+    plan: ShardingPlan,
+    *,
+    pad: Mapping[str, float] | None = None,
+    is_local: bool = False,
 ) -> Any: ...
 
 
@@ -41,6 +104,7 @@ def local_batch(
     plan: ShardingPlan | None = None,
     *,
     pad: Mapping[str, float] | None = None,
+    is_local: bool = False,
 ) -> Any:
     """Return this rank's slice of a global micro-batch; with a sharded module, on the module's device.
 
@@ -54,8 +118,11 @@ def local_batch(
         pad: name of a tensor -> the value with which its samples and its sequences are padded, at their ends, to sizes
             that the plan's axes divide: for example ``{"input_ids": 0, "attention_mask": 0, "labels": -100}``. None:
             sizes that do not divide are an error.
+        is_local: whether ``batch`` has this rank's own samples only, those of its `data_shard`. Sequences are whole,
+            and are cut here if the plan splits them.
 
     Raises:
+        PlanMismatchError: this process is no rank of the mesh.
         PlanError: the module was not sharded.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
         UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
@@ -67,15 +134,20 @@ def local_batch(
         device = device_mesh.device_type
     if plan is None:
         raise TypeError("local_batch() needs a plan with a device mesh; or give the sharded module alone")
+    check_member(device_mesh)
     layouts = root_layouts(plan)
+    if is_local:
+        whole = Replicate()
+        layouts = {n: tuple(whole if _splits_samples(p) else p for p in layout) for n, layout in layouts.items()}
     coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None, "this process is no rank of the mesh"
+    assert coordinate is not None
     mesh_shape = tuple(device_mesh.shape)
     first = next(iter(batch), "") if isinstance(batch, dict) else "0"
 
     def layout_of(name: str) -> Layout | None:
         return layouts.get(name, layouts.get("") if name == first else None)
 
+    sources = {path_text(path): leaf for path, leaf in pytree.tree_leaves_with_path(batch)}
     if pad is not None:
         batch = _padded(batch, _planned(batch, layout_of), mesh_shape, pad)
     planned = _planned(batch, layout_of)
@@ -87,8 +159,11 @@ def local_batch(
         layout = layout_of(name)
         if layout is None:
             layout = layout_like(leaf.shape, planned, name, layouts)
-        piece = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
-        return piece if device is None else piece.to(device)
+        local = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        local = local if device is None else local.to(device)
+        if not is_local:
+            _sources[local] = weakref.ref(sources[name])
+        return local
 
     return pytree.tree_map_with_path(local_slice, batch)
 

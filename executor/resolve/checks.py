@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -38,6 +39,33 @@ def check_mesh(planned: PlanMesh, mesh: DeviceMesh) -> None:
         expected=str(planned),
         found=actual,
         what_to_do=f"Use init_device_mesh(..., {planned.shape}, mesh_dim_names={planned.names}), or plan for {actual}.",
+    )
+
+
+def check_member(mesh: DeviceMesh) -> None:
+    """Raise ``PlanMismatchError`` if this process is no rank of ``mesh``."""
+    if mesh.get_coordinate() is not None:
+        return
+    ranks = ", ".join(map(str, mesh.mesh.flatten().tolist()))
+    raise PlanMismatchError(
+        f"Rank {dist.get_rank()} is not in the device mesh, which has the ranks {ranks}.",
+        subject="mesh",
+        expected=f"one of the ranks {ranks}",
+        found=f"rank {dist.get_rank()}",
+        what_to_do="Call this on the ranks of the mesh only, or make a mesh that has all ranks.",
+    )
+
+
+def check_source(mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Raise ``PlanMismatchError`` if an axis of ``mesh`` has no rank at the index ``src_data_rank``."""
+    if src_data_rank is None or 0 <= src_data_rank < min(mesh.shape):
+        return
+    raise PlanMismatchError(
+        f"src_data_rank is {src_data_rank}, an index along each axis of the mesh, whose sizes are {tuple(mesh.shape)}.",
+        subject="src_data_rank",
+        expected=f"0 to {min(mesh.shape) - 1}, or None",
+        found=str(src_data_rank),
+        what_to_do="Use 0, and read the weights on the first rank of the mesh.",
     )
 
 

@@ -15,17 +15,23 @@ from executor.torch_internals import local_of
 
 
 def place_parameters(
-    resolved: ResolvedPlan, *, src_data_rank: int | None = 0, dtype: torch.dtype | None = None
+    resolved: ResolvedPlan,
+    *,
+    src_data_rank: int | None = 0,
+    dtype: torch.dtype | None = None,
+    values_from_source: bool = False,
 ) -> None:
     """Replace every parameter of ``resolved`` by a DTensor in its stored layout; tied parameters stay tied.
 
-    Parameters on the meta device stay there. All ranks of the mesh call this function.
+    Parameters on the meta device stay there, unless the source rank has values for them. All ranks of the mesh call
+    this function.
 
     Args:
         resolved: the resolved plan; its parameters are still plain.
         src_data_rank: index along each axis of the rank whose values are used. None: each rank slices its own values,
             without communication; then all ranks must hold the same values.
         dtype: stored dtype of floating-point parameters; None: their own dtype.
+        values_from_source: whether the source rank has values for all parameters, and other ranks may be on meta.
     """
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for layouts in resolved.parameters.values():
@@ -34,35 +40,53 @@ def place_parameters(
             # Placed already, under another name of its module.
             continue
         if parameter not in placed:
-            placed[parameter] = _placed(parameter, resolved.device_mesh, layouts.stored, src_data_rank, dtype)
+            values = _with_storage(parameter, resolved.device_mesh) if values_from_source else parameter.detach()
+            placed[parameter] = _placed(parameter, values, resolved.device_mesh, layouts.stored, src_data_rank, dtype)
         layouts.owner.register_parameter(layouts.attribute, placed[parameter])
 
 
 def _placed(
-    parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None, dtype: torch.dtype | None
+    parameter: nn.Parameter,
+    values: torch.Tensor,
+    mesh: DeviceMesh,
+    layout: Layout,
+    src_data_rank: int | None,
+    dtype: torch.dtype | None,
 ) -> nn.Parameter:
     # A tensor without storage has no values to send.
-    source = None if parameter.is_meta else src_data_rank
+    source = None if values.is_meta else src_data_rank
     # distribute_tensor scatters contiguous memory only, which a transposed parameter lacks.
-    data = parameter.detach().contiguous()
+    data = values.contiguous()
     if dtype is not None and data.is_floating_point():
         data = data.to(dtype)
     tensor = distribute_tensor(data, mesh, layout, src_data_rank=source)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
+def _with_storage(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return ``tensor`` outside autograd; if it is on meta, one without values on the device of ``mesh``."""
+    tensor = tensor.detach()
+    return torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor
+
+
 def place_buffers(
-    module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None, *, outside: Collection[nn.Module] = ()
+    module: nn.Module,
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+    *,
+    outside: Collection[nn.Module] = (),
+    values_from_source: bool = False,
 ) -> None:
     """Give all ranks the buffers of one rank, persistent or not; they stay plain. All ranks call this function.
 
-    Buffers on the meta device stay there, and DTensors stay as they are.
+    Buffers on the meta device stay there, unless the source rank has values for them. DTensors stay as they are.
 
     Args:
         module: the root module.
         mesh: mesh of the ranks that run the module.
         src_data_rank: index along each axis of the rank whose values are used. None: each rank keeps its own values.
         outside: modules whose buffers are left alone, because a Sharder has made them.
+        values_from_source: whether the source rank has values for all buffers, and other ranks may be on meta.
     """
     if src_data_rank is None:
         return
@@ -72,10 +96,10 @@ def place_buffers(
         if owner in excluded:
             continue
         for name, buffer in owner._buffers.items():
-            if buffer is None or buffer.is_meta or isinstance(buffer, DTensor):
+            if buffer is None or (buffer.is_meta and not values_from_source) or isinstance(buffer, DTensor):
                 continue
             if buffer not in placed:
-                placed[buffer] = _sent(buffer, mesh, src_data_rank)
+                placed[buffer] = _sent(_with_storage(buffer, mesh), mesh, src_data_rank)
             owner._buffers[name] = placed[buffer]
 
 

@@ -25,6 +25,7 @@ EXAMPLES = [
     errors.PlanTypeError("a tensor", field="plan", key="fc1.weight"),
     errors.PlanLayoutError("uneven", field="plan", key="fc1.weight"),
     errors.WeightsError("names", missing=["a"], unexpected=["b"], mismatched={"c": ((1,), (2,))}),
+    errors.RanksError("they differ", ranks=(1, 2)),
     errors.RunError("it fails", module="layers.3", op="aten.view([2, 3])"),
     errors.EmptyPathError("the root", field="plan", key=""),
     errors.UnmatchedKeyError("nothing", field="plan", key="fc9"),

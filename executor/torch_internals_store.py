@@ -1,0 +1,15 @@
+"""torch's private names for the store of the default process group. Checked with torch 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def default_store() -> Any:
+    """Return the store through which the default process group was made; None: there is no group, or a fake one."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    return distributed_c10d._get_default_store()
