@@ -50,7 +50,7 @@ def like_dtensor(local: torch.Tensor, spec: TensorSpec) -> DTensor:
 
 def wrapper_like(cls: type[_Wrapper], tensor: DTensor) -> _Wrapper:
     """Return an instance of ``cls`` that has the shape, dtype and device of ``tensor``, and no values."""
-    make: Callable[..., _Wrapper] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    make: Callable[..., _Wrapper] = torch.Tensor._make_wrapper_subclass
     return make(cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 

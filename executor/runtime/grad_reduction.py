@@ -292,7 +292,7 @@ class GradientReduction:
     def _forget(self, parameter: nn.Parameter) -> None:
         """Drop what has accumulated for ``parameter``; the next pass is the first of a step."""
         for state in (self._stand_ins, self._aside, self._earlier):
-            state.pop(parameter, None)  # type: ignore[attr-defined]
+            state.pop(parameter, None)
         if self._in_fsdp is not None:
             self._in_fsdp.forget(parameter)
         self._passes = 0
