@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -30,7 +30,7 @@ def mend_muon() -> None:
         whole = on_plain_tensors(gradient.full_tensor(), *args)
         return distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None)
 
-    _muon._zeropower_via_newtonschulz = orthogonalized  # type: ignore[assignment]
+    _muon._zeropower_via_newtonschulz = cast(Any, orthogonalized)
 
 
 def mend_grad_scaler() -> None:

@@ -144,7 +144,9 @@ class UnreducedGradient(DTensor):
         return repr(self.reduced())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise AssertionError(f"{func} got the stand-in of an unreduced gradient")

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
+from executor.runtime.unreduced_gradient import UnreducedGradient
 from executor.shard import shard_module
 from executor.torch_internals import allows_implicit_replication, fake_process_group
 from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
@@ -55,7 +56,11 @@ class Either(nn.Module):
 
 def layouts_of_gradients(module: Either) -> dict[str, object]:
     gradients = {"left": module.left.weight.grad, "right": module.right.weight.grad}
-    return {name: gradient.placements for name, gradient in gradients.items() if gradient is not None}
+    return {
+        name: (P, P) if isinstance(gradient, UnreducedGradient) else gradient.placements
+        for name, gradient in gradients.items()
+        if gradient is not None
+    }
 
 
 def test_gradients_are_reduced_in_the_last_micro_batch() -> None:

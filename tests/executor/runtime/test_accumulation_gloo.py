@@ -47,14 +47,14 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "cleared between forward and backward": (Step(), Step(clears_late=True), Step(passes=2, clears_late=True)),
     "frozen amid training": (Step(passes=2), Step(frozen=1), Step(passes=3, frozen=1), Step(frozen=0), Step()),
 }
-SLOW = {"sharded, no groups", "FSDP", "all for the step", "for the step, one pass planned", "megatron, for the step"}
+ORDINARY_CASES = {"until backward", "for the step, reduced on tp afterwards"}
 
 
 def loops_of(cases: set[str]) -> dict[tuple[str, str], Loop]:
     return {(case, steps): Loop(case=case, steps=STEPS[steps]) for case in sorted(cases) for steps in STEPS}
 
 
-ORDINARY, VARIANTS = loops_of(CASES.keys() - SLOW), loops_of(SLOW)
+ORDINARY, VARIANTS = loops_of(ORDINARY_CASES), loops_of(CASES.keys() - ORDINARY_CASES)
 
 
 def run(rank: int, loops: list[Loop]) -> list[list[str]]:

@@ -60,7 +60,7 @@ def steps(others: list[str], most_passes: int) -> st.SearchStrategy[Step]:
 @st.composite
 def loops(draw: st.DrawFn, families: Sequence[str] = FAMILIES, most_steps: int = 4, most_passes: int = 4) -> Loop:
     family = draw(st.sampled_from(families))
-    plans = [*plans_of(family), *(PLANNED if family == "llama" else ())]
+    plans = [*plans_of(family), *(PLANNED if family == "llama" else ())]  # Llama is drawn in the slow test alone
     names = [name_of(family, draw(st.sampled_from(plans)), draw(st.integers(1, 4))) for _ in range(2)]
     drawn = draw(st.lists(steps(names, most_passes), min_size=1, max_size=most_steps))
     if any(step.frozen is not None for step in drawn):
@@ -104,11 +104,9 @@ def check(ranks: GlooRanks, loop: Loop, planned: dict[str, dict[str, Any]]) -> N
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
-@given(loop=loops(families=("mlp", "gpt2", "llama"), most_steps=2, most_passes=3))
-def test_a_drawn_loop_ends_as_the_unsharded_one(
-    ranks: GlooRanks, planned: dict[str, dict[str, Any]], loop: Loop
-) -> None:
-    check(ranks, loop, planned)
+@given(loop=loops(families=("mlp", "gpt2"), most_steps=2, most_passes=3))
+def test_a_drawn_loop_ends_as_the_unsharded_one(ranks: GlooRanks, loop: Loop) -> None:
+    check(ranks, loop, {})
 
 
 @pytest.mark.slow

@@ -217,13 +217,19 @@ def amid_backward() -> str:
     return ""
 
 
+def run_tables(rank: int, case: str) -> dict[str, Any]:
+    return {
+        "errors": {name: error_of(CASES[case](), make) for name, make in RUN.items()},
+        "refusals": {name: refusal_of(CASES[case](), make) for name, make in REFUSED.items()},
+    }
+
+
 def run(rank: int) -> dict[str, Any]:
     scales = {
         name: [scaled(make(), is_sharded=is_sharded) for is_sharded in (False, True)] for name, make in CASES.items()
     }
     return {
-        "errors": {(c, name): error_of(make(), RUN[name]) for c, make in CASES.items() for name in RUN},
-        "refusals": {(c, name): refusal_of(make(), REFUSED[name]) for c, make in CASES.items() for name in REFUSED},
+        **run_tables(rank, "no groups"),
         "replicated": {name: error_of(data_parallel("mlp"), REFUSED[name]) for name in ("Adafactor", "Rprop")},
         "muon": muon_error(),
         "several": several_optimizers(),
@@ -239,17 +245,22 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUN)
-@pytest.mark.parametrize("case", CASES)
-def test_parameters_and_states_equal_the_unsharded_ones(results: list, case: str, name: str) -> None:
-    assert results[0]["errors"][case, name] <= TOLERANCE
+def test_parameters_and_states_equal_the_unsharded_ones(results: list, name: str) -> None:
+    assert results[0]["errors"][name] <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("case", CASES)
-def test_an_optimizer_that_dtensor_does_not_run_is_refused_by_name(results: list, case: str, name: str) -> None:
+def test_an_optimizer_that_dtensor_does_not_run_is_refused_by_name(results: list, name: str) -> None:
     for by_rank in results:
-        assert by_rank["refusals"][case, name] is not None
-        assert name.split()[0].rstrip(",") in by_rank["refusals"][case, name]
+        assert by_rank["refusals"][name] is not None
+        assert name.split()[0].rstrip(",") in by_rank["refusals"][name]
+
+
+@pytest.mark.slow
+def test_optimizers_on_groups_that_reshard_after_the_step() -> None:
+    for by_rank in run_on_gloo(run_tables, 4, "for the step"):
+        assert max(by_rank["errors"].values()) <= TOLERANCE
+        assert None not in by_rank["refusals"].values()
 
 
 def test_on_replicated_parameters_all_of_them_run(results: list) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "for the step": FSDP_CASES["mlp, for the step, 4 micro-batches"],
     "for the step, reduced on tp afterwards": FSDP_CASES["mlp, for the step, reduced on tp afterwards"],
 }
+VARIANTS = {"FSDP", "for the step"}
+PARAMETERS = [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in CASES]
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "half": lambda model: model.half(),
     "bfloat16": lambda model: model.bfloat16(),
@@ -151,7 +154,7 @@ def frozen_before(case: Case) -> list[str]:
     return wrong
 
 
-def loaded_in_bf16() -> float:
+def loaded_in_bf16(rank: int) -> float:
     """Return the largest difference from loaded values after a forward of a module that computes in bf16."""
     run = Run(fully_sharded("mlp", job=MIXED))
     model = run.sharded()
@@ -162,20 +165,27 @@ def loaded_in_bf16() -> float:
     return max((full(tensor) - values[name]).abs().max().item() for name, tensor in model.state_dict().items())
 
 
-def run(rank: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]], float]:
-    by_case = {name: run_case(make()) for name, make in CASES.items()}
-    return by_case, {name: frozen_before(make()) for name, make in CASES.items()}, loaded_in_bf16()
+Result = tuple[dict[str, Any], list[str]]
 
 
-@pytest.fixture(scope="module")
-def results() -> list[tuple[dict[str, dict[str, Any]], dict[str, list[str]], float]]:
-    return run_on_gloo(run, 4)
+def run(rank: int, names: list[str]) -> dict[str, Result]:
+    return {name: (run_case(CASES[name]()), frozen_before(CASES[name]())) for name in names}
 
 
-@pytest.mark.parametrize("case", CASES)
+@functools.cache
+def results_of(*, are_variants: bool) -> list[dict[str, Result]]:
+    return run_on_gloo(run, 4, [name for name in CASES if (name in VARIANTS) == are_variants])
+
+
+@pytest.fixture
+def results(case: str) -> list[Result]:
+    """What each rank has found."""
+    return [by_case[case] for by_case in results_of(are_variants=case in VARIANTS)]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_a_conversion_that_the_plan_does_not_allow_is_refused_at_once_on_every_rank(results: list, case: str) -> None:
-    for by_case, _, _ in results:
-        found = by_case[case]
+    for found, _ in results:
         for name in REFUSED:
             assert found[name] is not None, name
             assert "before shard_module" in found[name]
@@ -183,29 +193,29 @@ def test_a_conversion_that_the_plan_does_not_allow_is_refused_at_once_on_every_r
         assert found["after refusals"] <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_other_conversions_keep_gradients_reduced(results: list, case: str) -> None:
-    found = results[0][0][case]
+    found = results[0][0]
     assert {name: found[name] for name in ALLOWED if found[name] > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_whole_tensors_are_loaded_with_and_without_assignment_and_from_meta(results: list, case: str) -> None:
-    found = results[0][0][case]
+    found = results[0][0]
     for name in ("whole tensors, assign=False", "whole tensors, assign=True", "from meta"):
         assert found[name] <= TOLERANCE, name
     assert 'to_empty(device="cpu")' in found["load on meta"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_a_removed_parameter_is_noticed_at_the_next_forward(results: list, case: str) -> None:
-    assert "cannot be replaced or removed" in results[0][0][case]["deleted"]
+    assert "cannot be replaced or removed" in results[0][0]["deleted"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_parameters_frozen_before_sharding_can_be_trained_later(results: list, case: str) -> None:
-    assert results[0][1][case] == []
+    assert results[0][1] == []
 
 
-def test_loaded_parameters_stay_where_modules_see_others_in_bf16(results: list) -> None:
-    assert all(difference == 0 for _, _, difference in results)
+def test_loaded_parameters_stay_where_modules_see_others_in_bf16() -> None:
+    assert run_on_gloo(loaded_in_bf16, 4) == [0.0] * 4
