@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -41,8 +41,8 @@ def data_shard(plan: ShardingPlan, device_mesh: DeviceMesh) -> tuple[int, int]:
     """Return (rank, number of ranks) for a ``DistributedSampler``: which shard of the samples this process reads.
 
     Processes that need the same samples, because tensors or sequences are split between them, get the same rank. The
-    number of ranks is the number of shards of the batch; it is 1 where the plan does not split the batch. Pass the rows
-    to ``local_batch`` with ``is_local=True``.
+    number of ranks is 1 where an input is not split along the samples: then every process reads all samples. Pass the
+    samples to ``local_batch`` with ``is_local=True``, which cuts them further where the plan splits some inputs finer.
 
     Args:
         plan: its input ports of the root say how dim 0, the samples, is split.
@@ -50,33 +50,31 @@ def data_shard(plan: ShardingPlan, device_mesh: DeviceMesh) -> tuple[int, int]:
 
     Raises:
         PlanMismatchError: ``device_mesh`` has other axes, or this process is no rank of it.
-        PlanLayoutError: the plan splits the samples of its inputs in different ways.
     """
     check_mesh(plan.mesh, device_mesh)
     check_member(device_mesh)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    layouts = root_layouts(plan)
-    axes_by_name = {
-        name: [axis for axis, p in enumerate(layout) if _splits_samples(p)] for name, layout in layouts.items()
-    }
-    by_axes = {tuple(axes): name for name, axes in axes_by_name.items() if axes}
-    if len(by_axes) > 1:
-        first, other = list(by_axes.values())[:2]
-        raise PlanLayoutError(
-            f"The plan splits the samples of {first!r} and of {other!r} in different ways.",
-            field="input_plan",
-            key=other,
-            what_to_do="Cut global batches with local_batch instead.",
-        )
     rank, ranks = 0, 1
-    for axis in next(iter(by_axes), ()):
+    for axis in _sample_axes(root_layouts(plan).values()):
         rank, ranks = rank * device_mesh.shape[axis] + coordinate[axis], ranks * device_mesh.shape[axis]
     return rank, ranks
 
 
-def _splits_samples(placement: Placement) -> bool:
-    return sharded_dim(placement) == 0
+def _sample_axes(layouts: Iterable[Layout]) -> list[int]:
+    """Return the outermost axes that split dim 0 of every input alike: a shard of one input has one of each other."""
+    splits = [[axis for axis, placement in enumerate(layout) if sharded_dim(placement) == 0] for layout in layouts]
+    alike = itertools.takewhile(lambda axes: len(set(axes)) == 1, zip(*splits, strict=False))
+    return [axes[0] for axes in alike]
+
+
+def _of_local_samples(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Return how each input is split further, within the samples of one ``data_shard``."""
+    axes = set(_sample_axes(layouts.values()))
+    return {
+        name: tuple(Replicate() if axis in axes else placement for axis, placement in enumerate(layout))
+        for name, layout in layouts.items()
+    }
 
 
 def local_batch(
@@ -110,8 +108,7 @@ def local_batch(
     check_member(device_mesh)
     layouts = root_layouts(plan)
     if is_local:
-        whole = Replicate()
-        layouts = {n: tuple(whole if _splits_samples(p) else p for p in layout) for n, layout in layouts.items()}
+        layouts = _of_local_samples(layouts)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     mesh_shape = tuple(device_mesh.shape)
