@@ -66,6 +66,8 @@ class Redistributor:
         cluster: ClusterSpec,
         mesh_spec: MeshSpec,
         zigzag: ZigzagPermutation | None = None,
+        *,
+        runs_uneven: bool = False,
     ) -> None:
         """Create the redistributor of one mesh.
 
@@ -74,6 +76,8 @@ class Redistributor:
             cluster: its prices decide which path of collectives is the cheapest.
             mesh_spec: names and sizes of the axes of ``device_mesh``, for the prices.
             zigzag: the permutation of tokens into zigzag order; None: sequences stay in natural order.
+            runs_uneven: whether DTensor redistributes tensors that a layout does not divide, which have no price here.
+                If not, they raise ``NoPathError``.
         """
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
@@ -82,6 +86,7 @@ class Redistributor:
 
         self.device_mesh = device_mesh
         self.zigzag = zigzag
+        self._runs_uneven = runs_uneven
         self._mesh_shape = mesh_spec.shape
         self._coordinate = device_mesh.get_coordinate() or [0] * len(mesh_spec.shape)
         self._paths = RedistributionPlanner(mesh_spec.shape, price_step)
@@ -91,7 +96,8 @@ class Redistributor:
         """Return the redistributor of ``plan``; a hand-written plan without a cluster is priced on toy devices."""
         fields = dict(plan.cluster)
         cluster = ClusterSpec.from_dict(fields) if fields else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
-        return cls(device_mesh, cluster, plan.mesh.spec, ZigzagPermutation.from_plan(plan))
+        zigzag = ZigzagPermutation.from_plan(plan)
+        return cls(device_mesh, cluster, plan.mesh.spec, zigzag, runs_uneven=plan.solver is None)
 
     @property
     def replicated(self) -> Layout:
@@ -129,6 +135,13 @@ class Redistributor:
             return tensor
         return DTensor.from_local(tensor, self.device_mesh, self.replicated, run_check=False)
 
+    def is_uneven(self, tensor: DTensor, layout: Layout | None = None) -> bool:
+        """Return whether ``tensor`` has uneven shards, in its own layout or in ``layout``, and this mesh may run it."""
+        if not self._runs_uneven:
+            return False
+        layouts = (tuple(tensor.placements), *(() if layout is None else (layout,)))
+        return not all(divides(tensor.shape, each, self._mesh_shape) for each in layouts)
+
     def labels(self, labels: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return this rank's local tensor of ``labels`` [rows] in ``layout``, in the token order of the plan."""
         dtensor = self.as_dtensor(labels)
@@ -154,6 +167,9 @@ class Redistributor:
         The function waits for the last collective.
         """
         shape = tuple(tensor.shape)
+        if self.is_uneven(tensor, target):
+            uneven = self._redistributed_by_dtensor(tensor, target)
+            return lambda: uneven
         local = self._run_steps(local_of(tensor), shape, tuple(tensor.placements), target)
 
         def finish() -> DTensor:
@@ -161,6 +177,19 @@ class Redistributor:
             return make_dtensor(arrived, self.device_mesh, target, shape, contiguous_stride(shape))
 
         return finish
+
+    def _redistributed_by_dtensor(self, tensor: DTensor, target: Layout) -> DTensor:
+        """Return ``tensor`` in the layout ``target``, whose shards, or those of its own layout, are uneven chunks."""
+        source = tuple(tensor.placements)
+        to_partial = [axis for axis, (a, b) in enumerate(zip(source, target, strict=True)) if b.is_partial() and a != b]
+        # DTensor makes no tensor partial: rank 0 of the axis keeps the values, and all other ranks get zeros.
+        whole = tuple(Replicate() if axis in to_partial else place for axis, place in enumerate(target))
+        with torch.no_grad():
+            local = waited(local_of(cast(DTensor, tensor.detach()).redistribute(placements=whole)))
+        if any(self._coordinate[axis] != 0 for axis in to_partial):
+            local = torch.zeros_like(local)
+        shape = tuple(tensor.shape)
+        return make_dtensor(_in_own_storage(local), self.device_mesh, target, shape, contiguous_stride(shape))
 
     def _run_steps(self, local: torch.Tensor, shape: tuple[int, ...], source: Layout, target: Layout) -> torch.Tensor:
         """Return the local tensor after all steps; the collective of the last step may still be running."""

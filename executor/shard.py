@@ -19,25 +19,29 @@ from executor.ops.fused import replace_with_fused_ops
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
 from executor.resolve.checks import check_member, check_source
+from executor.resolve.imported_plan import accepts_other_plans
 from executor.resolve.module_tree import meta_tree, restored_on_error
 from executor.resolve.place_parameters import place_buffers, place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
+from executor.resolve.sharded_as import remember
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
-from executor.runtime.added_parameters import refuse_plain_parameters
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.buffers import keep_buffers_whole
 from executor.runtime.checkpointing import checkpoint_blocks
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.local_outputs import attach_local_outputs
+from executor.runtime.optimizer_steps import watch_optimizers
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
-from executor.runtime.root_arguments import attach_root_arguments
+from executor.runtime.root.added_parameters import refuse_plain_parameters
+from executor.runtime.root.eager_only import keep_eager
+from executor.runtime.root.root_arguments import attach_root_arguments
+from executor.runtime.root.save_pretrained import refuse_save_pretrained
+from executor.runtime.root.sharded_root import ShardedRoot, remember_root
 from executor.runtime.run_context import PhaseTracker, RunContexts
-from executor.runtime.save_pretrained import refuse_save_pretrained
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
-from executor.runtime.sharded_root import ShardedRoot, remember_root
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
@@ -46,6 +50,7 @@ from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
 
 
+@accepts_other_plans
 def shard_module(
     module: nn.Module,
     device_mesh: DeviceMesh,
@@ -101,7 +106,7 @@ def shard_module(
     else:
         replacements = frozenset()
     try:
-        return _shard(
+        _shard(
             module,
             resolved,
             PhaseTracker(),
@@ -115,6 +120,7 @@ def shard_module(
             "collective failed, another rank has probably ended: see the output of all ranks."
         )
         raise
+    return remember(module, device_mesh, plan)
 
 
 def _checked(
@@ -206,7 +212,8 @@ def _shard(
     )
     apply_fsdp_groups(module, resolved, shared, reduction, phases, form, on_meta=on_meta)
     attach_whole_results(module, form, redistributor, contexts)
-    contexts.attach(module)
+    watch_optimizers(module, reduction)
+    contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
     attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     refuse_save_pretrained(module)
     root = ShardedRoot(
@@ -214,4 +221,6 @@ def _shard(
     )
     remember_root(module, root, contexts)
     refuse_plain_parameters(module)
+    if not on_meta:
+        keep_eager(module)
     return module

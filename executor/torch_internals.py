@@ -1,8 +1,8 @@
-"""Internals of torch that the executor uses, all in one file, to be checked with each new version of torch.
+"""Internals of torch that the executor uses, to be checked with each new version; `torch_internals_fsdp` has more.
 
 Checked with torch 2.13: ``DTensor._local_tensor`` and ``_spec``, the functional collectives, the dispatcher's flag for
-implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd engine, the state of
-``fully_shard`` between passes, the choice of an attention kernel, and the names of the operators that communicate.
+implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd engine, the choice of an
+attention kernel, and the names of the operators that communicate.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl
@@ -27,6 +26,7 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
 
 TensorSpec = DTensorSpec
+_Wrapper = TypeVar("_Wrapper", bound=DTensor)
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -45,6 +45,12 @@ def make_dtensor(
 def like_dtensor(local: torch.Tensor, spec: TensorSpec) -> DTensor:
     """Return the DTensor with the local tensor ``local`` and ``spec``; ``spec`` may have strided shards."""
     return DTensor(local, spec, requires_grad=False)
+
+
+def wrapper_like(cls: type[_Wrapper], tensor: DTensor) -> _Wrapper:
+    """Return an instance of ``cls`` that has the shape, dtype and device of ``tensor``, and no values."""
+    make: Callable[..., _Wrapper] = torch.Tensor._make_wrapper_subclass
+    return make(cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def spec_of(tensor: DTensor) -> TensorSpec:
@@ -152,6 +158,11 @@ def current_backward_pass() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which tensor subclasses do not intercept calls."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return ``function.apply(*args)``, which torch leaves untyped."""
     apply: Callable[..., Any] = function.apply
@@ -201,103 +212,6 @@ def flattened_groups(mesh: DeviceMesh) -> dict[tuple[str, ...], str]:
             if flat is not None:
                 groups[names[first:end]] = str(flat.get_group().group_name)
     return groups
-
-
-def adopt_parameters(module: FSDPModule) -> None:
-    """Make ``module`` all-gather the parameters registered now, in place of those that ``fully_shard`` registered."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for fsdp_param in group.fsdp_params:
-            info = fsdp_param._module_info
-            fsdp_param.sharded_param = getattr(info.module, info.param_name)
-            # Where a group has several axes, torch's own mesh has one flattened axis in their place.
-            fsdp_param._sharding_spec = cast(DTensor, fsdp_param.sharded_param)._spec
-            fsdp_param.reset_sharded_param()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveContexts:
-    """Contexts in which the collectives of an FSDP module run."""
-
-    all_gather: Callable[[], AbstractContextManager[None]] = nullcontext
-    reduce_scatter: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
-    """Make ``module`` run with its parameters and the buffers of its collectives on meta. torch does not support this.
-
-    Args:
-        contexts: contexts in which the collectives of ``module`` run.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-
-    meta = torch.device("meta")
-
-    class OnMeta:
-        def allocate(
-            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-        ) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=meta)
-
-    class AllGather(OnMeta, DefaultAllGather):
-        def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-            with contexts.all_gather():
-                return super().__call__(*args, **kwargs)
-
-    class ReduceScatter(OnMeta, DefaultReduceScatter):
-        def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
-            with contexts.reduce_scatter():
-                return super().__call__(*args, **kwargs)
-
-    module.set_custom_all_gather(AllGather())
-    module.set_custom_reduce_scatter(ReduceScatter())
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        # The group keeps its device, which selects streams and events: meta has none. A parameter's selects buffers.
-        group._validate_no_meta_params = lambda: None  # type: ignore[method-assign]
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.device = meta
-
-
-def parameter_versions(module: FSDPModule) -> tuple[int, ...]:
-    """Return the number of in-place changes of each parameter of ``module``, including changes of its local tensor."""
-    groups = module._get_fsdp_state()._fsdp_param_groups
-    sharded: list[Any] = [fsdp_param.sharded_param for group in groups for fsdp_param in group.fsdp_params]
-    return tuple(parameter._version + local_of(parameter)._version for parameter in sharded)
-
-
-def forget_gradients(module: FSDPModule) -> None:
-    """Drop the unreduced gradients that have accumulated in ``module``."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.unsharded_accumulated_grad = None
-            if hasattr(fsdp_param, "_unsharded_param"):
-                fsdp_param._unsharded_param.grad = None
-
-
-def backward_was_interrupted(root: FSDPModule) -> bool:
-    """Return whether the last backward of ``root`` ended in an exception."""
-    context = root._get_fsdp_state()._state_ctx
-    return bool(context.post_backward_final_callback_queued) and current_backward_pass() == -1
-
-
-def was_interrupted(root: FSDPModule) -> bool:
-    """Return whether the last forward or backward of ``root`` ended in an exception."""
-    context = root._get_fsdp_state()._state_ctx
-    unfinished = context.iter_forward_root is not None or context.post_backward_final_callback_queued
-    return unfinished and current_backward_pass() == -1
-
-
-def recorded_forwards(root: FSDPModule) -> int:
-    """Return the number of forwards of FSDP modules that ``fully_shard`` has recorded for their backward."""
-    # There is no record before the first forward.
-    return len(getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
-
-
-def forget_forwards(root: FSDPModule, count: int) -> None:
-    """Make ``fully_shard`` forget all but the first ``count`` forwards that it has recorded."""
-    order = root._get_fsdp_state()._comm_ctx.post_forward_order
-    for group in reversed(order[count:]):
-        group._post_forward_indices.pop()
-    del order[count:]
 
 
 @contextmanager

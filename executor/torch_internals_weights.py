@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from executor.torch_internals import adopt_parameters, like_dtensor, local_of, spec_of
+from executor.torch_internals import like_dtensor, local_of, spec_of
+from executor.torch_internals_fsdp import adopt_parameters
 
 
 def split_by_placement(

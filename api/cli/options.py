@@ -100,7 +100,9 @@ def _parameter(item: SpecField, optional: bool, defaults: Mapping[str, Any]) -> 
         flags = [f"{item.flag}/--no-{item.flag.removeprefix('--')}"]
     if item.default == () or optional:
         type_, default = type_ | None, None
-    if item.required and not optional:
+    if item.required and not optional and item.name in defaults:
+        type_ = type_ | None
+    elif item.required and not optional:
         default = inspect.Parameter.empty
     option = typer.Option(*flags, help=item.option.help, rich_help_panel=item.option.heading)
     return inspect.Parameter(

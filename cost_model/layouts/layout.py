@@ -15,7 +15,7 @@ from cost_model.layouts.errors import LayoutError as LayoutError
 Layout = tuple[Placement, ...]
 """One placement per mesh axis, outermost axis first."""
 
-_PLACEMENT = re.compile(r"^(?:(R)|S\(([0-9]{1,9})\)|P\((sum|avg)\)|SS\(([0-9]{1,9}),([0-9]{1,9})\))$")
+_PLACEMENT = re.compile(r"^(?:(R)|S\((-?[0-9]{1,9})\)|P\((sum|avg)\)|SS\(([0-9]{1,9}),([0-9]{1,9})\))$")
 _SIZE = re.compile(r"[0-9]{1,300}")  # str.isdigit accepts "²", and int() rejects text of thousands of digits
 
 
@@ -89,14 +89,18 @@ def format_placement(placement: Placement) -> str:
     raise LayoutError(f"placement {placement} has no text form; use Shard, Replicate or Partial")
 
 
-def parse_placement(text: str) -> Placement:
+def parse_placement(text: str, *, from_last: bool = False) -> Placement:
     """Return the placement whose text form, as ``format_placement`` writes it, is ``text``.
+
+    Args:
+        text: the form.
+        from_last: whether ``S(-1)``, which counts from the last dim, is a form.
 
     Raises:
         LayoutError: ``text`` has none of the forms.
     """
     match = _PLACEMENT.match(text)
-    if match is None:
+    if match is None or (text.startswith("S(-") and not from_last):
         raise LayoutError(f"cannot read placement {text!r}; write S(0), R, P(sum), P(avg) or SS(0,8)")
     if match[1]:
         return Replicate()
@@ -114,9 +118,14 @@ def format_layout(layout: Layout) -> tuple[str, ...]:
     return tuple(format_placement(placement) for placement in layout)
 
 
-def parse_layout(texts: Iterable[str]) -> Layout:
+def parse_layout(texts: Iterable[str], *, from_last: bool = False) -> Layout:
     """Return the layout whose text form, as ``format_layout`` writes it, is ``texts``."""
-    return tuple(parse_placement(text) for text in texts)
+    return tuple(parse_placement(text, from_last=from_last) for text in texts)
+
+
+def counted_from_first(layout: Layout, ndim: int) -> Layout:
+    """Return ``layout`` of a tensor of ``ndim`` dims, with shards of negative dims counted from the first dim."""
+    return tuple(Shard(place.dim + ndim) if isinstance(place, Shard) and place.dim < 0 else place for place in layout)
 
 
 def replicated(axes: int) -> Layout:

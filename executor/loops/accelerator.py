@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from executor.loops.adoption import refuse_mixed_precision, take_whole_batches
 from executor.loops.whole_state import whole_state_dict
-from executor.runtime.sharded_root import find_root, root_of
+from executor.runtime.root.sharded_root import find_root, root_of
 from executor.weights.dcp.training_state import load_training_state, save_training_state
 from planner.errors import LoopError
 
@@ -92,8 +92,8 @@ class _WholeBatches:
             data_loader.worker_init_fn = partial(workers, rank=0)
         parent: Any = super()
         loader = parent.prepare_data_loader(data_loader, *args, **kwargs)
-        sampler = getattr(loader.batch_sampler, "sampler", None)
-        if hasattr(sampler, "initial_seed"):
+        sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+        if sampler is not None and hasattr(sampler, "initial_seed"):
             seed = [sampler.initial_seed]
             dist.broadcast_object_list(seed, src=0)
             sampler.initial_seed = seed[0]
@@ -143,7 +143,7 @@ class _WholeBatches:
 
     @contextmanager
     def _without_shards(self) -> Iterator[dict[str, tuple[nn.Module, Any]]]:
-        """Return a context in which accelerate sees only what is not sharded; it gives name -> sharded model, optimizer."""
+        """Return a context in which accelerate sees only what is not sharded; it gives name -> model, optimizer."""
         fields = vars(self)
         models, optimizers = fields["_models"], fields["_optimizers"]
         sharded = [model for model in models if find_root(model) is not None]

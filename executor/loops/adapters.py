@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from cost_model.layouts.layout import Layout
 from executor.loops.whole_state import whole_state_dict
 from executor.redistribute import Redistributor
-from executor.runtime.added_parameters import shard_added_parameters
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.added_parameters import shard_added_parameters
+from executor.runtime.root.sharded_root import root_of
 from executor.torch_internals_weights import reshard
 from planner.errors import LoopError
 

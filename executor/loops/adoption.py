@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.sharded_root import root_of
 from planner.errors import LoopError
 
 
 def take_whole_batches(module: nn.Module) -> nn.Module:
     """Return the sharded module in ``module``, which takes the same whole batch from every rank from now on.
 
-    Where a result has a loss, the loss is whole and plain, and other tensors stay DTensors: the logits of a global batch
-    may be too large for one rank.
+    Where a result has a loss, the loss is whole and plain, and other tensors stay DTensors: the logits of a global
+    batch may be too large for one rank.
 
     Args:
         module: the result of ``shard_module``, which may be wrapped, by peft for instance.

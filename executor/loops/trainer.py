@@ -12,7 +12,7 @@ from torch import nn
 
 from executor.loops.accelerator import prepare_accelerator
 from executor.loops.adapters import has_adapters, load_adapters, save_adapters
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.sharded_root import root_of
 from executor.weights.dcp.training_state import load_training_state, save_training_state
 from executor.weights.load import load_weights
 from executor.weights.save import save_weights
@@ -116,11 +116,12 @@ class _ShardedTrainer:
 
 
 def _make_checkpoint_folder(folder: Path, model: nn.Module) -> None:
-    """Make ``folder``; in one that holds other files, such as older checkpoints, ``save_weights`` looks for a config."""
+    """Make ``folder`` with a config, for which ``save_weights`` looks where a folder holds older checkpoints."""
+    config: Any = getattr(model, "config", None)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(model, "config"):
-            model.config.save_pretrained(folder)
+        if config is not None:
+            config.save_pretrained(folder)
     dist.barrier()
 
 

@@ -22,6 +22,7 @@ from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
 from executor.ops.embedding import embedding
+from executor.ops.embedding_bag import embedding_bag
 from executor.ops.linear import linear
 from executor.ops.set_item import set_item
 from executor.ops.where import where
@@ -32,6 +33,7 @@ OwnOp = Callable[..., Any]
 
 _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
     F.linear: linear,
     torch.conv2d: conv2d,
     F.scaled_dot_product_attention: attention,
@@ -43,6 +45,10 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     torch.cat: concatenate,
     torch.Tensor.__setitem__: set_item,
 }
+
+
+_UNEVEN = frozenset({F.embedding, F.embedding_bag, F.linear, F.cross_entropy})
+"""Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
 
 
 class OwnOps(TorchFunctionMode):
@@ -69,7 +75,8 @@ class OwnOps(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         own_op = self._own_ops.get(func)
-        if own_op is not None and any(isinstance(value, DTensor) for value in _arguments(args, kwargs)):
+        tensors = () if own_op is None else [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)]
+        if own_op is not None and tensors and (func in _UNEVEN or not any(map(self._redistributor.is_uneven, tensors))):
             result = own_op(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:
                 return result

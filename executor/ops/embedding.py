@@ -33,14 +33,14 @@ def embedding(
     if max_norm is not None or sparse or scale_grad_by_freq:
         return NotImplemented
     ids, table = redistributor.as_dtensor(input), redistributor.as_dtensor(weight)
-    output = _output_layout(tuple(ids.placements), tuple(table.placements), ids.dim())
+    output = output_layout(tuple(ids.placements), tuple(table.placements), ids.dim())
     if output is None:
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % table.shape[0]
     return run_function(_Embedding, table, ids, redistributor, output, padding)
 
 
-def _output_layout(ids: Layout, table: Layout, last_dim: int) -> Layout | None:
+def output_layout(ids: Layout, table: Layout, last_dim: int) -> Layout | None:
     """Return the layout of the result, whose last dim is ``last_dim``; None where the layouts are not covered."""
     output: list[Placement] = []
     for id_place, table_place in zip(ids, table, strict=True):
@@ -56,12 +56,17 @@ def _output_layout(ids: Layout, table: Layout, last_dim: int) -> Layout | None:
 
 
 def split_offset(redistributor: Redistributor, length: int, layout: Layout, dim: int) -> tuple[int, int]:
-    """Return (first index, number of indices) of this rank's shard of dim ``dim``, whose length is ``length``."""
+    """Return (first index, number of indices) of this rank's shard of dim ``dim``, whose length is ``length``.
+
+    Where an axis does not divide the length, the shards are the chunks of ``torch.chunk``, as DTensor's are.
+    """
     first = 0
     for axis, placement in enumerate(layout):
         if placement == Shard(dim):
-            length //= redistributor.axis_size(axis)
-            first += redistributor.coordinate(axis) * length
+            chunk = -(-length // redistributor.axis_size(axis))
+            start = min(redistributor.coordinate(axis) * chunk, length)
+            first += start
+            length = min(chunk, length - start)
     return first, length
 
 
@@ -94,7 +99,7 @@ class _Embedding(torch.autograd.Function):
             return None, None, None, None, None
         redistributor: Redistributor = ctx.redistributor
         grad_out = redistributor.as_dtensor(gradient)
-        out_layout, grad_layout = _gradient_layouts(
+        out_layout, grad_layout = gradient_layouts(
             tuple(grad_out.placements), ctx.table_layout, ctx.ids_layout, ctx.output
         )
         local = local_of(redistributor.to_layout(grad_out, out_layout))
@@ -111,7 +116,7 @@ class _Embedding(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _gradient_layouts(gradient: Layout, table: Layout, ids: Layout, output: Layout) -> tuple[Layout, Layout]:
+def gradient_layouts(gradient: Layout, table: Layout, ids: Layout, output: Layout) -> tuple[Layout, Layout]:
     """Return the layout in which the backward needs the output's gradient, and the layout of the table's gradient.
 
     Args:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
 from executor.resolve.checks import check_member, check_mesh
 from executor.resolve.fqns import path_text
+from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
@@ -77,6 +79,13 @@ def _of_local_samples(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     }
 
 
+@overload
+def local_batch(
+    batch: Any, device_mesh: nn.Module, *, pad: Mapping[str, float] | None = None, is_local: bool = False
+) -> Any: ...
+
+
+@overload
 def local_batch(
     batch: Any,
     device_mesh: DeviceMesh,
@@ -84,16 +93,26 @@ def local_batch(
     *,
     pad: Mapping[str, float] | None = None,
     is_local: bool = False,
+) -> Any: ...
+
+
+def local_batch(
+    batch: Any,
+    device_mesh: DeviceMesh | nn.Module,
+    plan: ShardingPlan | None = None,
+    *,
+    pad: Mapping[str, float] | None = None,
+    is_local: bool = False,
 ) -> Any:
-    """Return this rank's slice of a global micro-batch.
+    """Return this rank's slice of a global micro-batch; with a sharded module, on the module's device.
 
     A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape.
 
     Args:
         batch: a tuple of positional or a dict of keyword arguments of the root module. Every rank passes the same
             values.
-        device_mesh: a mesh with the shape of the plan's mesh.
-        plan: its input ports of the root have the layout of each tensor.
+        device_mesh: a mesh with the shape of the plan's mesh; or the sharded module, which knows its mesh and plan.
+        plan: its input ports of the root have the layout of each tensor. None: the plan of the sharded module.
         pad: name of a tensor -> the value with which its samples and its sequences are padded, at their ends, to sizes
             that the plan's axes divide: for example ``{"input_ids": 0, "attention_mask": 0, "labels": -100}``. None:
             sizes that do not divide are an error.
@@ -101,10 +120,18 @@ def local_batch(
             and are cut here if the plan splits them.
 
     Raises:
+        PlanError: the module was not sharded.
         PlanMismatchError: this process is no rank of the mesh.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
         UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
     """
+    device = None
+    if isinstance(device_mesh, nn.Module):
+        known = sharded_as(device_mesh)
+        device_mesh, plan = known.device_mesh, known.plan
+        device = device_mesh.device_type
+    if plan is None:
+        raise TypeError("local_batch() needs a plan with a device mesh; or give the sharded module alone")
     check_member(device_mesh)
     layouts = root_layouts(plan)
     if is_local:
@@ -129,10 +156,11 @@ def local_batch(
         layout = layout_of(name)
         if layout is None:
             layout = layout_like(leaf.shape, planned, name, layouts)
-        local = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        piece = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        piece = piece if device is None else piece.to(device)
         if not is_local:
-            _sources[local] = weakref.ref(sources[name])
-        return local
+            _sources[piece] = weakref.ref(sources[name])
+        return piece
 
     return pytree.tree_map_with_path(local_slice, batch)
 

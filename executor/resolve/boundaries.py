@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from planner.errors import UnmatchedKeyError
-from planner.plan.patterns import resolve_keys
+from planner.plan.patterns import match_keys, resolve_keys
 from planner.plan.ports import Port, ports_of, resolve_input_ports, resolve_output_ports
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -53,7 +53,7 @@ def resolve_boundaries(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> 
     if plan.zigzag is not None:
         zigzag_inputs = resolve_input_ports(plan.zigzag.inputs, modules, field="zigzag")
         zigzag_outputs = resolve_output_ports(plan.zigzag.outputs, modules, field="zigzag")
-    local = dict.fromkeys(plan.return_local_tensor, True)
+    local = {_returning_module(key, modules): True for key in plan.return_local_tensor}
     boundaries = Boundaries(
         inputs={fqn: dict(ports_of(spec)) for fqn, spec in inputs.items()},
         outputs={fqn: dict(ports_of(spec)) for fqn, spec in outputs.items()},
@@ -66,6 +66,15 @@ def resolve_boundaries(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> 
     for fqn, dims in boundaries.zigzag_inputs.items():
         _check_argument_names(modules[fqn], fqn, dims, field="zigzag")
     return boundaries
+
+
+def _returning_module(key: str, modules: Iterable[str]) -> str:
+    """Return the key of a module whose results become local tensors; its ".output", which means the same, is dropped.
+
+    A key that matches a module as it is means that module.
+    """
+    module, _, suffix = key.rpartition(".")
+    return module if suffix == "output" and not match_keys((key,), modules)[key] else key
 
 
 def _check_argument_names(module: nn.Module, fqn: str, names: Iterable[str], *, field: str) -> None:

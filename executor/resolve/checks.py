@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
-from executor.resolve.sharder import Sharder
 from planner.errors import (
     EmptyPathError,
     KeyConflictError,
@@ -18,7 +18,10 @@ from planner.errors import (
     PlanTypeError,
     UnmatchedKeyError,
 )
+from planner.imported.torch_shard import Sharder as TorchSharder
+from planner.model_rewrites.experts import experts_in
 from planner.plan.fingerprint import model_fingerprint, torch_fingerprint
+from planner.plan.patterns import match_keys
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 
@@ -96,7 +99,7 @@ def check_fingerprint(module: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
+def check_sharders(plan: ShardingPlan, sharders: Mapping[str, TorchSharder]) -> None:
     """Check that ``sharders`` has every Sharder that ``plan`` names, and that none of them gets the root.
 
     Raises:
@@ -121,7 +124,7 @@ def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
                 key=key,
                 what_to_do=f"Pass sharders={{{name!r}: ...}}; passed are: {', '.join(sorted(sharders)) or 'none'}.",
             )
-        if not isinstance(sharders[name], Sharder):
+        if not isinstance(sharders[name], TorchSharder):
             raise PlanTypeError(
                 f"sharders has {type(sharders[name]).__name__} for {name!r}, which is no Sharder.",
                 field="sharders",
@@ -131,19 +134,26 @@ def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
 
 
 def check_layouts(
-    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Mapping[str, Layout]], mesh: PlanMesh
+    parameters: Mapping[str, nn.Parameter],
+    layouts: Mapping[str, Mapping[str, Layout]],
+    mesh: PlanMesh,
+    *,
+    may_be_uneven: Container[str] = (),
 ) -> None:
-    """Raise ``PlanLayoutError`` if a layout does not divide its parameter evenly.
+    """Raise ``PlanLayoutError`` if a layout does not divide its parameter evenly, where that is needed.
 
     Args:
         parameters: FQN -> parameter.
         layouts: field of the plan -> parameter FQN -> layout.
         mesh: the plan's mesh.
+        may_be_uneven: FQNs of the parameters that may be sharded in uneven chunks, as ``torch.chunk`` makes them.
     """
     for field, by_name in layouts.items():
         for fqn, layout in by_name.items():
             parameter = parameters[fqn]
             if not divides(parameter.shape, layout, mesh.shape):
+                if fqn in may_be_uneven and chunks(parameter.dim(), layout):
+                    continue
                 raise PlanLayoutError(
                     f"{field} gives {fqn!r} of shape {tuple(parameter.shape)} the layout "
                     f"({', '.join(format_layout(layout))}) on {mesh}, {_reason(parameter, layout, mesh)}.",
@@ -151,6 +161,38 @@ def check_layouts(
                     key=fqn,
                     what_to_do="Shard another dim, or choose axis sizes that divide it.",
                 )
+
+
+def chunks(ndim: int, layout: Layout) -> bool:
+    """Return whether ``layout`` of a tensor of ``ndim`` dims shards in chunks only, whose sizes may then differ."""
+    dims = [sharded_dim(placement) for placement in layout]
+    return all(
+        dim is None or (dim < ndim and type(placement) is Shard) for dim, placement in zip(dims, layout, strict=True)
+    )
+
+
+def uneven_parameters(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
+    """Return the FQNs of the parameters that ``plan`` may shard in uneven chunks.
+
+    The executor runs such chunks in plans that the planner did not write. Grouped experts, the fused ops and FSDP
+    groups need equal shards.
+    """
+    if plan.solver is not None or plan.job.fused_ops:
+        return frozenset()
+    experts = {part for part, _ in experts_in(module)}
+    in_groups = {
+        f"{fqn}.{name}" if fqn else name
+        for key, names in plan.fully_shard.items()
+        for fqn in match_keys((key,), dict(module.named_modules(remove_duplicate=False)))[key]
+        for name in names
+    }
+    return frozenset(
+        f"{fqn}.{name}" if fqn else name
+        for fqn, part in module.named_modules(remove_duplicate=False)
+        if part not in experts
+        for name in part._parameters
+        if (f"{fqn}.{name}" if fqn else name) not in in_groups
+    )
 
 
 def _reason(parameter: nn.Parameter, layout: Layout, mesh: PlanMesh) -> str:

@@ -103,7 +103,7 @@ def resolve_parameters(
 
     Raises:
         KeyConflictError: the names of a tied parameter have different stored layouts.
-        PlanMismatchError: a parameter is a DTensor already.
+        PlanMismatchError: a parameter that the plan names is a DTensor already.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     stored = _stored_layouts(parameters, layouts_by_field["plan"])
@@ -114,7 +114,9 @@ def resolve_parameters(
             own = [parameter for parameter in part.parameters(recurse=False) if parameter not in in_sharders]
             if has_root_inputs or not named_in_plan.isdisjoint(own):
                 for parameter in own:
-                    stored.setdefault(parameter, replicated(axes))
+                    # One that is a DTensor already was sharded in a call of its own, and no name asks for it here.
+                    if not isinstance(parameter, DTensor):
+                        stored.setdefault(parameter, replicated(axes))
     layouts: dict[str, ParameterLayouts] = {}
     for fqn, parameter in parameters.items():
         if parameter not in stored:

@@ -17,10 +17,11 @@ from executor.resolve.checks import (
     check_mesh,
     check_outside_sharders,
     check_sharders,
+    uneven_parameters,
 )
 from executor.resolve.fsdp_groups import FsdpGroup, resolve_fsdp_groups
 from executor.resolve.parameter_layouts import ParameterLayouts, named_layouts, resolve_parameters, with_tied_names
-from executor.resolve.sharder import Sharder
+from planner.imported.torch_shard import Sharder
 from planner.plan.job import CheckpointingMode
 from planner.plan.patterns import resolve_keys
 from planner.plan.reshard import reshard_modes
@@ -58,6 +59,12 @@ class ResolvedPlan:
     sharders: Mapping[str, Sharder]
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+
+    def sharded_parts(self, root: nn.Module) -> tuple[nn.Module, ...]:
+        """Return the modules in ``root`` that own a parameter of the plan, or whose tensors the plan lays out."""
+        named = {**self.boundaries.inputs, **self.boundaries.outputs}
+        owners = {layouts.owner: None for layouts in self.parameters.values()}
+        return tuple(owners | {root.get_submodule(fqn): None for fqn in named})
 
     def parameters_outside_fsdp(self) -> dict[nn.Module, list[ParameterLayouts]]:
         """Return module -> layouts of its own parameters that are in no FSDP group, each attribute once."""
@@ -109,12 +116,12 @@ def resolve_plan(
         plan.activation_checkpointing, modules, field="activation_checkpointing", what="module"
     )
     layouts_by_field = named_layouts(plan, parameters)
-    check_layouts(parameters, layouts_by_field, plan.mesh)
+    check_layouts(parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan))
     layouts = resolve_parameters(
         module,
         layouts_by_field,
         axes=len(plan.mesh.shape),
-        has_root_inputs="" in boundaries.inputs,
+        has_root_inputs=any(not port.to_local for port in boundaries.inputs.get("", {}).values()),
         replaced=[modules[fqn] for fqn in sharder_names],
     )
     fsdp_names = resolve_keys(plan.fully_shard, modules, field="fully_shard", what="module")

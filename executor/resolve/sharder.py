@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 
 from torch import nn
 
 from planner.errors import PlanTypeError
+from planner.imported.torch_shard import Sharder as TorchSharder
 
 
-class Sharder(abc.ABC):
+class Sharder(TorchSharder):
     """User code that replaces a module with a sharded one.
 
     A plan refers to a Sharder by name (``plan={"ebc": "bags"}``), so that plan files contain no code. The caller passes
-    it: ``shard_module(module, mesh, plan, sharders={"bags": BagSharder(mesh)})``.
+    it: ``shard_module(module, mesh, plan, sharders={"bags": BagSharder(mesh)})``. In a plan that is not saved, the
+    Sharder itself may stand for its name, as in torch; torch's own Sharders are accepted in both places.
+
+    A subclass defines ``shard(module)``, which returns the module that takes the place of ``module``; it may be
+    ``module`` itself, changed.
     """
 
-    @abc.abstractmethod
-    def shard(self, module: nn.Module) -> nn.Module:
-        """Return the module that takes the place of ``module``; it may be ``module`` itself, changed."""
 
-
-def apply_sharders(module: nn.Module, sharders: Mapping[str, Sharder]) -> frozenset[nn.Module]:
+def apply_sharders(module: nn.Module, sharders: Mapping[str, TorchSharder]) -> frozenset[nn.Module]:
     """Replace submodules of ``module`` in place, and return the replacements.
 
     A submodule that is registered under several names is replaced by one module under all of them.

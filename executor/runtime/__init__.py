@@ -1,4 +1,4 @@
-"""The run of a sharded module: hooks, FSDP, activation checkpointing and gradient reduction.
+"""The run of a sharded module: hooks, FSDP, activation checkpointing and gradient reduction; root/ is its outside.
 
 redistribution at module boundaries    boundary_hooks
 FSDP groups                            fully_sharded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.layout import Layout, counted_from_first, sharded_dim
 from executor.resolve.boundaries import Boundaries
 from executor.resolve.fqns import modules_at, positional_names
 from executor.resolve.tensor_paths import change_arguments, change_results
 from executor.runtime.saved_tensor_recompute import recompute_copies
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm
-from planner.errors import PlanTypeError, UnmatchedKeyError
+from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
 from planner.plan.ports import Port
 
 
@@ -42,21 +44,57 @@ def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedist
 
 def through_port(
     tensor: torch.Tensor, port: Port, shared: SharedRedistributions, form: BatchForm, *, is_local: bool
-) -> DTensor:
-    """Return ``tensor`` redistributed to the layout of ``port``; an axis that does not divide a dim leaves it whole.
+) -> torch.Tensor:
+    """Return ``tensor`` redistributed to the layout of ``port``: a DTensor, or its local tensor with ``port.to_local``.
+
+    An axis that does not divide a dim leaves it whole.
 
     Args:
         tensor: a DTensor in any layout, or plain.
         port: layouts of the tensor and of its gradient.
         shared: runs the redistributions, and returns the same copy to all modules that need the same layout.
-        is_local: whether a plain tensor is this rank's shard under ``port.layout``. If not, it is the whole tensor.
+        is_local: whether a plain tensor is this rank's shard under ``port.from_local``, or under ``port.layout`` where
+            that is None. If not, it is the whole tensor.
     """
     redistributor = shared.redistributor
-    if not isinstance(tensor, DTensor) and is_local:
-        tensor = DTensor.from_local(tensor, redistributor.device_mesh, port.layout, run_check=False)
+    if not isinstance(tensor, DTensor) and (is_local or port.from_local is not None):
+        placements = port.layout if port.from_local is None else port.from_local
+        tensor = DTensor.from_local(tensor, redistributor.device_mesh, placements, run_check=False)
     layout = form.layout(port.layout, tensor.shape, redistributor)
     source_grad = None if port.source_grad is None else form.layout(port.source_grad, tensor.shape, redistributor)
-    return shared.redistribute(tensor, layout, port.grad, source_grad, reallgather=port.reallgather)
+    result = shared.redistribute(tensor, layout, port.grad, source_grad, reallgather=port.reallgather)
+    return result.to_local() if port.to_local else result
+
+
+def _counted_from_first(port: Port, tensor: torch.Tensor, field: str, fqn: str) -> Port:
+    """Return ``port`` with layouts that count from the first dim of ``tensor``.
+
+    Raises:
+        PlanLayoutError: the tensor has fewer dims.
+    """
+    ndim = tensor.dim()
+    lowest = min((sharded_dim(place) or 0 for layout in port.layouts() for place in layout), default=0)
+    if lowest >= 0:
+        return port
+    if lowest < -ndim:
+        raise PlanLayoutError(
+            f"{field} shards dim {lowest} at {_text(fqn)}, but the tensor has {ndim} dims.",
+            field=field,
+            key=fqn,
+            what_to_do="Call the module with a tensor of more dims, or shard another dim.",
+        )
+
+    def counted(layout: Layout | None) -> Layout | None:
+        return None if layout is None else counted_from_first(layout, ndim)
+
+    return dataclasses.replace(
+        port,
+        layout=counted_from_first(port.layout, ndim),
+        grad=counted(port.grad),
+        source=counted(port.source),
+        source_grad=counted(port.source_grad),
+        from_local=counted(port.from_local),
+    )
 
 
 class ReallgatherForward:
@@ -101,6 +139,7 @@ class _InputHook:
             raise _not_a_tensor("input_plan", self.fqn, name, leaf)
         # A port with a source is planned: a plain tensor at such a port inside the model is replicated. A plain tensor
         # that the user passes to the root, or that reaches a hand-written port, is this rank's shard.
+        port = _counted_from_first(port, leaf, "input_plan", self.fqn)
         is_local = not self.form.is_whole if self.fqn == "" else port.source is None
         return through_port(leaf, port, self.shared, self.form, is_local=is_local)
 
@@ -124,6 +163,7 @@ class _OutputHook:
             return None
         if not isinstance(leaf, torch.Tensor):
             raise _not_a_tensor("output_plan", self.fqn, name, leaf)
+        port = _counted_from_first(port, leaf, "output_plan", self.fqn)
         return through_port(leaf, port, self.shared, self.form, is_local=port.source is None)
 
     def _check_names(self, occurring: Collection[str]) -> None:

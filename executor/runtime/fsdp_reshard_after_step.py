@@ -1,80 +1,119 @@
-"""FSDP modules that reshard once a step: all-gather in the step's first forward, reduce-scatter in its last backward.
+"""FSDP modules in a training loop: what they gather and reduce in each backward pass, and which parameters they show.
 
-In between, their gradients accumulate unreduced, in the dtype of the reduction. torch's ``fully_shard`` supports this,
-but has to be told at the start of every backward whether that backward is the last one of the step.
+A module that reshards after the step has its all-gather in the step's first forward, and its reduce-scatter in the last
+backward. In between, its gradients accumulate unreduced, in the dtype of the reduction. torch's ``fully_shard``
+supports this, but has to be told at the start of every backward whether that backward is the last one of the step.
+
+While torch keeps a module's parameters gathered it also registers them in the module, in place of the sharded ones. A
+loop that then asked the model for its parameters (``model.zero_grad()`` between forward and backward, clipping between
+two backward passes) would get others than its optimizer has. So the sharded ones are registered whenever neither a
+forward nor a backward runs, and the gathered memory is kept.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from executor import torch_internals
+from executor import torch_internals_fsdp
 from executor.runtime.grad_reduction import GradientReduction
 
 
 class ReshardAfterStep:
-    """Tells FSDP modules which backward of a step is the last, and reshards those whose parameters have changed.
+    """Tells FSDP modules which backward of a step is the last, and reshards those whose parameters have changed."""
 
-    If the user clears the gradients in the middle of a step, the step restarts, and the gradients that have accumulated
-    in these modules are dropped. The clearing is detected on gradients of other parameters. So at least one parameter
-    must be outside these modules.
-    """
-
-    def __init__(self, reduction: GradientReduction) -> None:
-        """Take the reduction, which counts the backward passes of a step."""
+    def __init__(self, root: nn.Module, reduction: GradientReduction) -> None:
+        """Take the root of the model, and the reduction, which counts the backward passes of a step."""
+        self._root = root
         self._reduction = reduction
-        self._modules: dict[FSDPModule, tuple[int, ...]] = {}
+        self._modules: list[FSDPModule] = []
+        self._after_step: dict[FSDPModule, tuple[int, ...]] = {}
 
-    def add(self, module: FSDPModule) -> None:
-        """Keep the parameters of ``module`` gathered for the whole step."""
-        self._modules[module] = ()
+    def add(self, module: FSDPModule, *, after_step: bool) -> None:
+        """Take an FSDP module; keep its parameters gathered for the whole step if ``after_step``."""
+        self._modules.append(module)
+        if after_step:
+            self._after_step[module] = ()
 
-    def attach(self, root: nn.Module) -> None:
-        """Hook ``root``. Call this after ``fully_shard``, whose callback at the end of a backward has to run first."""
-        root.register_forward_hook(self._hook_outputs)
+    def attach(self) -> None:
+        """Hook the root. Call this after ``fully_shard``, whose callback at the end of a backward has to run first."""
+        self._reduction.attach_fully_shard(self)
+        self._root.register_forward_hook(self._hook_outputs)
 
     def _hook_outputs(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._modules or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._begin_backward)
+                leaf.register_hook(lambda gradient: self._reduction.begin())
 
-    def _begin_backward(self, gradient: torch.Tensor) -> None:
-        if self._reduction.gradients_were_cleared():
-            self._restart()
-        is_last = self._reduction.begin()
-        for module in self._modules:
-            module.set_requires_gradient_sync(is_last, recurse=False)
-            module.set_reshard_after_backward(is_last, recurse=False)
+    def begin_pass(self, is_last: bool) -> None:
+        """Prepare for a backward pass."""
+        self._set_last(is_last)
+        self._register(gathered=True)
+
+    def end_pass(self) -> None:
+        """Show the sharded parameters."""
+        self._register(gathered=False)
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether ``fully_shard`` has more to do in the running backward pass."""
+        return torch_internals_fsdp.backward_is_unfinished(cast(FSDPModule, self._root))
 
     def before_forward(self) -> None:
-        """Reshard modules whose parameters have changed. If the user has cleared gradients, restart the step."""
-        if self._modules and self._reduction.gradients_were_cleared():
-            self._restart()
-        for module, versions in self._modules.items():
-            current = torch_internals.parameter_versions(module)
+        """Reshard modules whose parameters have changed, and show the parameters that are gathered still."""
+        self._reduction.drop_cleared()
+        for module, versions in self._after_step.items():
+            current = torch_internals_fsdp.parameter_versions(module)
             if current != versions:
                 module.reshard()
-                self._modules[module] = current
+                self._after_step[module] = current
+        self._register(gathered=True)
 
-    def after_forward_without_backward(self) -> None:
+    def after_forward(self) -> None:
         """Reshard the modules after a forward without a backward, unless the forward ran in the middle of a step."""
-        if not self._reduction.is_amid_step:
-            for module in self._modules:
+        if not torch.is_grad_enabled() and not self._reduction.is_amid_step:
+            for module in self._after_step:
                 module.reshard()
+        self._register(gathered=False)
 
     def abandon_step(self) -> None:
         """Restart the step after an interrupted backward, and drop the gradients that it left."""
-        if self._modules:
-            self._restart()
-
-    def _restart(self) -> None:
         self._reduction.restart()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters of all FSDP modules."""
+        return [parameter for module in self._modules for parameter in torch_internals_fsdp.sharded_parameters(module)]
+
+    def unreduced(self) -> dict[nn.Parameter, torch.dtype]:
+        """Return sharded parameter -> dtype of its gradient, for gradients that have accumulated unreduced."""
+        return {
+            parameter: dtype
+            for module in self._after_step
+            for parameter, dtype in torch_internals_fsdp.unreduced_parameters(module).items()
+        }
+
+    def reduce(self) -> None:
+        """Reduce-scatter the gradients that are unreduced, outside of a backward pass, and reshard their modules."""
+        self._set_last(True)
+        torch_internals_fsdp.reduce_accumulated(cast(FSDPModule, self._root))
+
+    def forget(self, parameter: nn.Parameter | None = None) -> None:
+        """Drop the unreduced gradient of ``parameter``, if it has one; None: of all parameters."""
+        for module in self._after_step:
+            torch_internals_fsdp.forget_gradients(module, parameter)
+
+    def _set_last(self, is_last: bool) -> None:
+        for module in self._after_step:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+
+    def _register(self, *, gathered: bool) -> None:
         for module in self._modules:
-            torch_internals.forget_gradients(module)
+            torch_internals_fsdp.register_parameters(module, gathered=gathered)

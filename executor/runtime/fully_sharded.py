@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor import torch_internals
+from executor import torch_internals, torch_internals_fsdp
 from executor.resolve.fsdp_groups import FsdpGroup, FsdpParameter
 from executor.resolve.resolved_plan import ResolvedPlan
 from executor.runtime.fsdp_reshard_after_step import ReshardAfterStep
@@ -65,14 +65,13 @@ def apply_fsdp_groups(
     policy = MixedPrecisionPolicy(
         param_dtype=resolved.compute_dtype, reduce_dtype=resolved.reduce_dtype, cast_forward_inputs=False
     )
-    after_step = ReshardAfterStep(reduction)
+    after_step = ReshardAfterStep(module, reduction)
     for group in groups:
         fsdp_module = _fully_shard(module, group, device_mesh, policy, form)
         _ArgumentAliases(shared).attach(module.get_submodule(group.fqn))
-        if group.reshard_after is ReshardAfter.STEP:
-            after_step.add(fsdp_module)
+        after_step.add(fsdp_module, after_step=group.reshard_after is ReshardAfter.STEP)
         if on_meta:
-            torch_internals.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
+            torch_internals_fsdp.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
     if not isinstance(module, FSDPModule):
         # The root has no group. As an FSDP module it makes all FSDP modules share streams and prefetch in one order.
         module.register_forward_hook(_replace_views)
@@ -81,14 +80,14 @@ def apply_fsdp_groups(
     fqns_after_backward = [group.fqn for group in groups if group.reshard_after is ReshardAfter.BACKWARD]
     after_backward = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in fqns_after_backward]
     _PassHooks(cast(FSDPModule, module), after_backward, after_step).attach(module)
-    after_step.attach(module)
+    after_step.attach()
 
 
-def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_internals.CollectiveContexts:
+def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_internals_fsdp.CollectiveContexts:
     """Return the contexts in which the collectives of a group run: they set the phase in which collectives count."""
     if group.reshard_after is not ReshardAfter.STEP:
-        return torch_internals.CollectiveContexts()
-    return torch_internals.CollectiveContexts(
+        return torch_internals_fsdp.CollectiveContexts()
+    return torch_internals_fsdp.CollectiveContexts(
         all_gather=lambda: phases.entered("param_gather"), reduce_scatter=lambda: phases.entered("grad_reduce")
     )
 
@@ -118,7 +117,7 @@ def _fully_shard(
         assert sharded == expected, f"{item.fqn} is stored in {item.stored}, fully_shard has {sharded}"
         _register(item, stored[item.fqn])
     fsdp_module = cast(FSDPModule, owner)
-    torch_internals.adopt_parameters(fsdp_module)
+    torch_internals_fsdp.adopt_parameters(fsdp_module)
     fsdp_module.set_gradient_divide_factor(1.0)
     # Otherwise torch puts the divide factor into a reduce op that gloo does not have.
     fsdp_module.set_force_sum_reduction_for_comms(True)
@@ -300,22 +299,22 @@ class _PassHooks:
         root.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch_internals.was_interrupted(self._root):
-            if torch_internals.backward_was_interrupted(self._root):
+        if torch_internals_fsdp.was_interrupted(self._root):
+            if torch_internals_fsdp.backward_was_interrupted(self._root):
                 self._after_step.abandon_step()
             self._root.reset_iter_state()
-        self._after_step.before_forward()
         # After a forward without a backward these modules are still gathered, but their parameters may have changed.
         self._reshard()
-        self._recorded = torch_internals.recorded_forwards(self._root)
+        self._after_step.before_forward()
+        self._recorded = torch_internals_fsdp.recorded_forwards(self._root)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
             # No backward follows. torch's record of forwards would grow, and the next backward would prefetch wrong
             # modules.
-            torch_internals.forget_forwards(self._root, self._recorded)
+            torch_internals_fsdp.forget_forwards(self._root, self._recorded)
             self._reshard()
-            self._after_step.after_forward_without_backward()
+        self._after_step.after_forward()
 
     def _reshard(self) -> None:
         for module in self._after_backward:

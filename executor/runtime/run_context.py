@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -75,10 +75,18 @@ class RunContexts:
         self._forward: ExitStack | None = None
         self._part: nn.Module | None = None
 
-    def attach(self, root: nn.Module) -> None:
-        """Hook ``root``. Call this after all other hooks, so that these contexts are entered first and left last."""
+    def attach(self, root: nn.Module, parts: Iterable[nn.Module] = ()) -> None:
+        """Hook ``root``. Call this after all other hooks, so that these contexts are entered first and left last.
+
+        Args:
+            root: the root.
+            parts: modules in ``root`` that may be called without it; the contexts then cover their forward.
+        """
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
+        for part in parts:
+            if part is not root:
+                self.attach_part(part)
 
     def attach_part(self, module: nn.Module) -> None:
         """Hook ``module``, a part of the root, to run in these contexts when it is called apart from the root."""
@@ -86,7 +94,7 @@ class RunContexts:
         module.register_forward_hook(self._leave_part, always_call=True)
 
     def _enter_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._forward is None:
+        if self._forward is None and self._phases.phase != "recompute":
             self._enter(module, args)
             self._part = module
 
@@ -126,6 +134,7 @@ class RunContexts:
         if self._forward is not None:
             # An exception in an earlier call kept its hooks from leaving the contexts.
             self._forward.close()
+            self._part = None
         with ExitStack() as stack:
             stack.enter_context(self._phases.entered("forward"))
             stack.enter_context(self._random.stream())
@@ -136,6 +145,6 @@ class RunContexts:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._forward is not None:
             self._forward.close()
-            self._forward = None
+            self._forward = self._part = None
         leaves = pytree.tree_leaves(output)
         hold_for_backward(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -104,7 +104,8 @@ def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:
             key=key,
             what_to_do="Give one placement for each axis, outermost first.",
         )
-    if any((sharded_dim(placement) or 0) < 0 for placement in layout):
+    # Tensors at boundaries may have any number of dims, and their layouts may count from the last one.
+    if name not in ("input_plan", "output_plan") and any((sharded_dim(placement) or 0) < 0 for placement in layout):
         detail = f"{name} gives {key!r} the layout {text}, which shards a negative dim."
         raise PlanLayoutError(detail, field=name, key=key, what_to_do="Count dims from 0.")
     if name in ("plan", "compute_plan") and any(placement.is_partial() for placement in layout):

@@ -37,6 +37,9 @@ _MESSAGES = {
 
 PlacementText = Annotated[str, Field(pattern=r"^(R|S\(\d+\)|P\((sum|avg)\)|SS\(\d+,\d+\))$")]
 LayoutText = Annotated[list[PlacementText], Field(min_length=1)]
+# At a boundary, dims may count from the last one.
+PortPlacementText = Annotated[str, Field(pattern=r"^(R|S\(-?\d+\)|P\((sum|avg)\)|SS\(\d+,\d+\))$")]
+PortLayoutText = Annotated[list[PortPlacementText], Field(min_length=1)]
 
 
 class _Document(BaseModel):
@@ -59,16 +62,20 @@ class MeshDocument(_Document):
 class PortDocument(_Document):
     """One tensor at a module boundary, where more than its layout is given."""
 
-    layout: LayoutText
+    layout: PortLayoutText
     """Layout of the tensor after the boundary."""
-    grad: LayoutText | None = None
+    grad: PortLayoutText | None = None
     """Layout of the gradient after the boundary."""
-    source: LayoutText | None = None
+    source: PortLayoutText | None = None
     """Layout of the tensor before the boundary."""
-    source_grad: LayoutText | None = None
+    source_grad: PortLayoutText | None = None
     """Layout of the gradient before the boundary."""
     reallgather: bool = False
     """Whether a module's input is redistributed again in the module's backward, in place of being saved for it."""
+    from_local: PortLayoutText | None = None
+    """Layout in which a plain tensor before the boundary is this rank's shard."""
+    to_local: bool = False
+    """Whether the tensor becomes the plain local tensor after the boundary."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,10 +83,10 @@ class PortDocument(_Document):
         return with_current_names(values) if isinstance(values, Mapping) else values
 
 
-PortText = Annotated[LayoutText | PortDocument, Field(union_mode="left_to_right")]
+PortText = Annotated[PortLayoutText | PortDocument, Field(union_mode="left_to_right")]
 # Ports come before names: {"layout": ["R"]} is a port; an argument called layout is {"layout": {"layout": ["R"]}}.
 PortsText = Annotated[
-    LayoutText | PortDocument | Annotated[list[PortText | None], Field(min_length=1)] | dict[str, PortText],
+    PortLayoutText | PortDocument | Annotated[list[PortText | None], Field(min_length=1)] | dict[str, PortText],
     Field(union_mode="left_to_right"),
 ]
 
@@ -135,6 +142,8 @@ class PlanDocument(_Document):
     """Fingerprints of what the plan is for: "model", a structural hash, and "torch", the minor version."""
     timings: dict[str, float] = {}
     """Seconds of each planning stage."""
+    assumed: list[str] = []
+    """What the job lacked and the planner assumed, with the reason of each."""
     notes: list[str] = []
     """Remarks for the reader of the plan."""
 
@@ -239,9 +248,9 @@ def port_text(port: Port, *, full: bool = False) -> Any:
     """Return the JSON value of a port: a list, its layout, where nothing else is given; an object if ``full``."""
     if not full and port == Port(layout=port.layout):
         return list(format_layout(port.layout))
-    layouts = {"layout": port.layout, "grad": port.grad, "source": port.source, "source_grad": port.source_grad}
+    layouts = {name: getattr(port, name) for name in ("layout", "grad", "source", "source_grad", "from_local")}
     texts = {name: list(format_layout(layout)) for name, layout in layouts.items() if layout is not None}
-    return {**texts, "reallgather": True} if port.reallgather else texts
+    return texts | {name: True for name in ("reallgather", "to_local") if getattr(port, name)}
 
 
 def ports_text(spec: PortSpec) -> Any:
@@ -257,17 +266,19 @@ def ports_text(spec: PortSpec) -> Any:
 
 def _port(text: list[str] | PortDocument) -> Port:
     if isinstance(text, list):
-        return Port(layout=parse_layout(text))
+        return Port(layout=parse_layout(text, from_last=True))
 
     def layout(part: list[str] | None) -> Layout | None:
-        return None if part is None else parse_layout(part)
+        return None if part is None else parse_layout(part, from_last=True)
 
     return Port(
-        layout=parse_layout(text.layout),
+        layout=parse_layout(text.layout, from_last=True),
         grad=layout(text.grad),
         source=layout(text.source),
         source_grad=layout(text.source_grad),
         reallgather=text.reallgather,
+        from_local=layout(text.from_local),
+        to_local=text.to_local,
     )
 
 

@@ -27,6 +27,9 @@ class Port:
         source_grad: layout of the gradient before the boundary; None: not stated.
         reallgather: for a module's argument: whether the module's backward redistributes the argument again. Autograd
             then saves the tensor before the redistribution, not the redistributed one.
+        from_local: the layout in which a plain tensor at the boundary is this rank's shard, as in
+            ``DTensor.from_local``. None: see ``source``.
+        to_local: whether the tensor becomes the plain local tensor after the boundary, as by ``DTensor.to_local``.
     """
 
     layout: Layout
@@ -34,10 +37,12 @@ class Port:
     source: Layout | None = None
     source_grad: Layout | None = None
     reallgather: bool = False
+    from_local: Layout | None = None
+    to_local: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each of the port's layouts that is not None."""
-        for layout in (self.layout, self.grad, self.source, self.source_grad):
+        for layout in (self.layout, self.grad, self.source, self.source_grad, self.from_local):
             if layout is not None:
                 yield layout
 
@@ -60,15 +65,23 @@ def is_layout(value: object) -> bool:
     )
 
 
+def as_layout(value: object) -> object:
+    """Return a sequence of placements as a tuple, and a bare placement as a layout of one axis; else ``value``."""
+    if isinstance(value, Placement):
+        return (value,)
+    return tuple(value) if is_layout(value) and isinstance(value, Sequence) else value
+
+
 def normalised(value: object) -> object:
     """Return ``value`` with a ``Port`` in place of each bare layout, which is how torch and HyperParallel write it.
 
-    ``(Shard(0), Replicate())`` is one port, ``[(Shard(0),), None]`` has one entry per positional tensor, and
+    ``Shard(0)`` and ``(Shard(0), Replicate())`` are one port, ``[(Shard(0),), None]`` one for each positional tensor,
     ``{"x": (Shard(0),)}`` is by name. Any other value is returned unchanged: validation reports it.
     """
+    value = as_layout(value)
     if is_layout(value):
-        assert isinstance(value, Sequence)
-        return Port(layout=tuple(value))
+        assert isinstance(value, tuple)
+        return Port(layout=value)
     if isinstance(value, Mapping):
         return {name: normalised(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

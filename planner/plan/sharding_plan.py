@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from cost_model.hardware.collective_kinds import CollectiveKind
@@ -27,8 +27,9 @@ from planner.plan.estimate import (
 )
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.job_spec import JobPhase
+from planner.plan.mesh import UNSTATED, PlanMesh
 from planner.plan.patterns import check_pattern
-from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
+from planner.plan.ports import Port, PortSpec, as_layout, is_layout, normalised, ports_of
 from planner.plan.techniques import TechniqueGain
 from planner.plan.token_order import ZigzagOrder
 
@@ -68,34 +69,23 @@ _LISTS = ("keep_gathered", "keep_gathered_for_step", "return_local_tensor")
 """Fields that are lists of FQN patterns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanMesh(MeshSpec):
-    """A mesh of one device type, as torch names it: "cuda" (ROCm too) or "cpu"."""
-
-    device: str = "cuda"
-
-    @classmethod
-    def from_mesh(cls, mesh: MeshSpec, device: str = "cuda") -> PlanMesh:
-        """Return ``mesh`` with the device type ``device``."""
-        return cls(axes=mesh.axes, device=device)
-
-    @property
-    def spec(self) -> MeshSpec:
-        """The axes alone, as a ``MeshSpec``, for comparisons: a ``PlanMesh`` never equals a ``MeshSpec``."""
-        return MeshSpec(axes=self.axes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShardingPlan:
     """How every parameter and every module boundary is laid out, and what a step costs.
 
-    All but ``mesh`` may be left out, so a plan is easily written by hand. Keys are patterns of FQNs
+    Every field may be left out, so a plan is easily written by hand. Keys are patterns of FQNs
     (`planner.plan.patterns`); ``""`` is the root module. In ``input_plan`` and ``output_plan`` a bare layout, or a list
-    or dict of them, may stand for ``Port``s.
+    or dict of them, may stand for ``Port``s; on a mesh of one axis a bare placement is a layout. ``plan``,
+    ``output_plan`` and ``return_local_tensor`` may be given by position and as None, as in
+    ``torch.distributed._shard.sharding_plan``; `planner.imported` converts torch's own values in them.
 
     Attributes:
-        mesh: the devices. A ``MeshSpec`` is taken as one of "cuda" devices.
         plan: parameters -> stored layout; or modules -> the name of a Sharder given to ``shard_module``.
+        output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
+        return_local_tensor: modules whose results become plain local tensors, after ``output_plan``. A key may end in
+            ".output" as those of ``output_plan``.
+        mesh: the devices. A ``MeshSpec`` is taken as one of "cuda" devices. Left out: the mesh that ``shard_module`` is
+            called with; such a plan can be run, but not saved or priced.
         compute_plan: parameters -> layout at use, where it differs from the stored one.
         gradient_plan: parameters -> the layout that their gradient is redistributed to in the backward of every
             micro-batch. Gradients of other parameters accumulate in the layout that autograd returns, often `Partial`,
@@ -107,8 +97,6 @@ class ShardingPlan:
         keep_gathered_for_step: modules of ``fully_shard`` whose parameters stay unsharded for the whole step: one
             all-gather and one reduction of gradients a step, whatever the number of micro-batches.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
-        output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
-        return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
         activation_checkpointing: modules -> "full" or "selective".
         micro_batches: number of them in a step; gradients accumulate over them.
         zigzag: the zigzag token order that context parallelism uses; None: natural order.
@@ -124,20 +112,22 @@ class ShardingPlan:
         cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
         timings: planning stage ("trace_s", "solve_s", ...) -> seconds.
+        assumed: what the job lacked and the planner assumed, such as "batch 8: one sample for each device".
         notes: remarks for the reader of the plan.
         format_version: version of the file format.
     """
 
-    mesh: PlanMesh
     plan: Mapping[str, Layout | str] = field(default_factory=dict)
+    output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
+    return_local_tensor: tuple[str, ...] = ()
+    _: KW_ONLY
+    mesh: PlanMesh = UNSTATED
     compute_plan: Mapping[str, Layout] = field(default_factory=dict)
     gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
     fully_shard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keep_gathered: tuple[str, ...] = ()
     keep_gathered_for_step: tuple[str, ...] = ()
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
-    output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
-    return_local_tensor: tuple[str, ...] = ()
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     micro_batches: int = 1
     zigzag: ZigzagOrder | None = None
@@ -152,17 +142,20 @@ class ShardingPlan:
     cluster: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, MeshSpec) and not isinstance(self.mesh, PlanMesh):
             object.__setattr__(self, "mesh", PlanMesh.from_mesh(self.mesh))
+        for name, empty in (("plan", {}), ("output_plan", {}), ("return_local_tensor", ())):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
         for name in ("plan", "compute_plan", "gradient_plan"):
             entries = getattr(self, name)
             if isinstance(entries, Mapping):
-                layouts = {key: tuple(value) if is_layout(value) else value for key, value in entries.items()}
-                object.__setattr__(self, name, layouts)
+                object.__setattr__(self, name, {key: as_layout(value) for key, value in entries.items()})
         for name in ("input_plan", "output_plan"):
             entries = getattr(self, name)
             if isinstance(entries, Mapping):
@@ -172,7 +165,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in (*_LISTS, "notes", "baselines", "techniques"):
+        for name in (*_LISTS, "assumed", "notes", "baselines", "techniques"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -183,7 +176,7 @@ class ShardingPlan:
             PlanTypeError: a value of a wrong type.
             PlanLayoutError: a layout with a wrong number of placements or a negative dim, or a parameter's partial one.
             PlanKeyError: a key with an empty component, or a zigzag order that is impossible on the mesh.
-            MeshError: fewer than one micro-batch, or a pipeline that contradicts the mesh or its schedule.
+            MeshError: no mesh, fewer than one micro-batch, or a pipeline that contradicts the mesh or its schedule.
         """
         _check_containers(self)
         for key, value in self.plan.items():
@@ -292,6 +285,7 @@ class ShardingPlan:
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),
             "timings": dict(self.timings),
+            "assumed": list(self.assumed),
             "notes": list(self.notes),
         }
 
@@ -367,6 +361,9 @@ def _check_containers(plan: ShardingPlan) -> None:
             raise wrong_type(name, "", entries, "Give a mapping from names to values.")
     if not isinstance(plan.mesh, PlanMesh):
         raise wrong_type("mesh", "", plan.mesh, 'Give PlanMesh.parse("dp=2,tp=8").')
+    if plan.mesh == UNSTATED:
+        advice = "Give mesh=PlanMesh.parse(...), or let shard_module take it from its device mesh."
+        raise MeshError("The plan names no mesh.", what_to_do=advice)
     for name in _LISTS:
         names = getattr(plan, name)
         # A string is no list of names: iterating over it would give its letters.

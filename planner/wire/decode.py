@@ -10,7 +10,16 @@ import torch
 
 from planner.errors import GraphFormatError
 from planner.graph.nested_graph import NestedGraph, NestedOp, referenced_values
-from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Value, ValueKind, build_digraph
+from planner.graph.op_graph import (
+    Crossing,
+    ModelInput,
+    ModelOutput,
+    Op,
+    OpGraph,
+    Value,
+    build_digraph,
+    output_value,
+)
 from planner.graph.trace_module import TRACE_BATCH, ModuleNames, TracedModule
 from planner.plan.fingerprint import torch_fingerprint
 from planner.wire.allowed_ops import find_op
@@ -29,10 +38,7 @@ Shape = tuple[int, ...]
 
 def made_value(name: str, shape: Shape, dtype: torch.dtype, op: Op, sources: Sequence[Value]) -> Value:
     """Return an output of ``op``. Its kind and whether it requires a gradient follow from the inputs, ``sources``."""
-    kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
-    differentiable = op.grad_enabled and any(source.requires_grad for source in sources)
-    needs_grad = differentiable and dtype.is_floating_point and "detach" not in str(op.target)
-    return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=needs_grad)
+    return output_value(name, shape, dtype, op.target, op.grad_enabled, sources)
 
 
 def read_document(document: GraphDocument) -> TracedModule:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from executor.resolve.place_parameters import place_parameters
@@ -28,6 +29,7 @@ from planner.errors import (
     UnmatchedKeyError,
 )
 from planner.plan.fingerprint import model_fingerprint, torch_fingerprint
+from planner.plan.job import Job
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 PLANNED = PlanMesh.parse("dp=2,tp=4")
@@ -190,13 +192,31 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
         PlanLayoutError,
         "3 placement(s) for 2 axes",
     ),
-    "uneven": ({"plan": {"fc2.weight": ROWS}}, PlanLayoutError, "dim 0 of size 6 does not divide into 4"),
+    "uneven with fused ops": (
+        {"plan": {"fc2.weight": ROWS}, "job": Job(fused_ops=True)},
+        PlanLayoutError,
+        "dim 0 of size 6 does not divide into 4",
+    ),
     "uneven over two axes": (
-        {"plan": {"head.weight": (Shard(1), Shard(1))}},
+        {"plan": {"head.weight": (Shard(1), Shard(1))}, "job": Job(fused_ops=True)},
         PlanLayoutError,
         "of size 4 does not divide into 8",
     ),
-    "uneven at use": ({"compute_plan": {"fc2.weight": ROWS}}, PlanLayoutError, "compute_plan gives 'fc2.weight'"),
+    "uneven at use": (
+        {"compute_plan": {"fc2.weight": ROWS}, "job": Job(fused_ops=True)},
+        PlanLayoutError,
+        "compute_plan gives 'fc2.weight'",
+    ),
+    "uneven in an FSDP group": (
+        {"plan": {"fc2.weight": ROWS}, "compute_plan": {"fc2.weight": REPLICATED}, "fully_shard": {"fc2": ["weight"]}},
+        PlanLayoutError,
+        "dim 0 of size 6 does not divide into 4",
+    ),
+    "uneven in strides": (
+        {"plan": {"fc2.weight": (Replicate(), _StridedShard(0, split_factor=2))}},
+        PlanLayoutError,
+        "dim 0 of size 6 does not divide into 4",
+    ),
     "no such dim": ({"plan": {"fc1.bias": (Replicate(), Shard(1))}}, PlanLayoutError, "it has no dim 1"),
     "partial parameter": ({"plan": {"fc1.bias": (Replicate(), Partial())}}, PlanLayoutError, "cannot be partial"),
     "mesh shape": (

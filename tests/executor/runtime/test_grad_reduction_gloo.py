@@ -31,6 +31,7 @@ from torch import nn
 
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
+from executor.runtime.unreduced_gradient import UnreducedGradient
 from executor.shard import shard_module
 from planner.plan.job import Job
 
@@ -121,7 +122,9 @@ def run_case(name: str) -> Result:
 
 
 def dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    """Return the dtypes of gradients; of unreduced ones, those in which they accumulate."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return {g.accumulated_dtype if isinstance(g, UnreducedGradient) else g.dtype for g in gradients}
 
 
 def run_mixed(rank: int) -> list[tuple[frozenset[torch.dtype], frozenset[torch.dtype]]]:

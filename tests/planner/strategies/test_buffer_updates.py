@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -9,12 +10,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from planner.graph.capture import ExampleInputs, to_meta
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Op, OpGraph, Value, writes_plain, written_input
+from planner.graph.trace_module import trace_module
 from planner.regions.regions import Region, build_regions
 from planner.strategies.axis_strategies import AxisStrategy
 from planner.strategies.buffer_updates import BATCH_NORM, batch_norm_collectives, write_collectives
 from planner.strategies.enumerate import StrategyTable
 from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_collectives import inner_collectives
+from planner.wire.codec import read_graph, write_graph
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 AVERAGE = Partial("avg")
@@ -117,3 +120,9 @@ def test_batch_norm_reduces_statistics_of_the_batch_and_gathers_those_of_channel
     assert inner_collectives(op, inputs, [(R, R), batch, batch, None, None], (2, 4)) == ()
     in_evaluation = Op(**{field: getattr(op, field) for field in Op.__slots__} | {"args": (*op.args[:5], False)})
     assert batch_norm_collectives(in_evaluation, inputs, layouts, (2, 4)) == ()
+
+
+@pytest.mark.parametrize("module", [Norm, Means])
+def test_a_graph_with_writes_can_be_sent(module: type[nn.Module]) -> None:
+    traced = trace_module(module(), example_inputs=(torch.empty(8, 16),), dtype="fp32")
+    assert read_graph(write_graph(traced)).graph.values == traced.graph.values

@@ -110,6 +110,6 @@ class _RefuseDDP:
             subject="module",
             expected="a sharded module that nothing wraps",
             found="DistributedDataParallel",
-            what_to_do="Call the module itself. With Trainer call executor.prepare_trainer(trainer) before training, with "
-            "accelerate executor.prepare_accelerator(accelerator, model) before accelerator.prepare.",
+            what_to_do="Call the module itself. With Trainer call executor.prepare_trainer(trainer) before training, "
+            "with accelerate executor.prepare_accelerator(accelerator, model) before accelerator.prepare.",
         )

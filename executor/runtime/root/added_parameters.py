@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from executor.runtime.sharded_root import root_of
+from executor.runtime.root.sharded_root import root_of
 from planner.errors import PlanMismatchError
 
 
 def shard_added_parameters(module: nn.Module) -> nn.Module:
     """Return ``module``, in which every plain parameter has become a replicated DTensor. All ranks call this together.
 
-    Call it after parameters were added to a sharded module, by peft's ``get_peft_model`` for instance, and before an
-    optimizer is made of them: the parameters are new objects, with the values of rank 0. The plan does not have them, so
-    that its estimates and its verification do not count them.
+    Call it after parameters were added to a sharded module, and before an optimizer is made of them: the parameters are
+    new objects, with the values of rank 0. The plan does not have them: its estimates and its verification do not count
+    them.
 
     Args:
         module: the result of ``shard_module``, or a module around it.
@@ -84,6 +84,6 @@ class _PlainParameters:
                 subject="module",
                 expected="DTensors",
                 found="parameters that were added after shard_module",
-                what_to_do="Call executor.shard_added_parameters(model), and make the optimizer after it; for adapters of "
-                "peft, executor.add_adapters(model, config) in place of get_peft_model.",
+                what_to_do="Call executor.shard_added_parameters(model), and make the optimizer after it; for "
+                "adapters of peft, executor.add_adapters(model, config) in place of get_peft_model.",
             )

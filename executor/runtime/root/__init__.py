@@ -1,0 +1,7 @@
+"""The root of a sharded module as a loop meets it: what it remembers, what it takes, and what it refuses.
+
+plan, mesh and hooks of a sharded root      sharded_root.ShardedRoot
+arguments that the plan does not name       root_arguments
+parameters that are added after sharding    added_parameters
+torch.compile, save_pretrained              eager_only, save_pretrained
+"""
