@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from executor.torch_internals_store import default_store
+from executor.torch_internals_store import Store, default_store
 from planner.errors import RanksError
 
 Judge = Callable[[Mapping[int, str]], str]
@@ -31,7 +31,7 @@ class Exchange:
         ranks: ranks that exchange texts, in ascending order.
     """
 
-    store: dist.Store
+    store: Store
     rank: int
     ranks: tuple[int, ...]
 
