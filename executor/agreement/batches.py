@@ -110,7 +110,7 @@ class _BatchCheck:
 
         def note(leaf: Any, port: Port, name: str) -> Any:
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-                planned[id(leaf)] = (leaf.shape, port.layout)
+                planned[id(leaf)] = (leaf.shape, port.layout if port.from_local is None else port.from_local)
             return leaf
 
         change_arguments(self._ports, self._positional, note, args, kwargs)

@@ -21,8 +21,8 @@ from executor.agreement.statement import (
     rows_of,
     values_by_rank,
 )
-from executor.resolve.sharder import Sharder
 from planner.errors import RanksError
+from planner.imported.torch_shard import Sharder
 from planner.plan.sharding_plan import ShardingPlan
 
 T = TypeVar("T")

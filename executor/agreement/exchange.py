@@ -7,12 +7,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from executor.torch_internals_store import default_store
+from executor.torch_internals_store import Store, default_store
 from planner.errors import RanksError
 
 Judge = Callable[[Mapping[int, str]], str]
@@ -32,7 +31,7 @@ class Exchange:
         ranks: ranks that exchange texts, in ascending order.
     """
 
-    store: Any
+    store: Store
     rank: int
     ranks: tuple[int, ...]
 

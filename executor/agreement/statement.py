@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from executor.resolve.sharder import Sharder
+from planner.imported.torch_shard import Sharder
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.sharding_plan import ShardingPlan
 

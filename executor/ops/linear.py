@@ -78,13 +78,13 @@ def weight_gradients(
     """
     rows: torch.Tensor
     if layouts is None:
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        grad_weight = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
+        rows = _rows(gradient)
+        grad_weight = None if x is None else rows.t() @ _rows(x)
         return cast(DTensor | None, grad_weight), cast(DTensor, rows.sum(0)) if bias else None
-    rows = local_of(gradient).reshape(-1, local_of(gradient).shape[-1])
+    rows = _rows(local_of(gradient))
     own_weight = own_bias = None
     if x is not None:
-        local = rows.t() @ local_of(x).reshape(-1, local_of(x).shape[-1])
+        local = rows.t() @ _rows(local_of(x))
         own_weight = contiguous_dtensor(redistributor, local, layouts.weight, weight_shape)
     if bias:
         own_bias = contiguous_dtensor(redistributor, rows.sum(0), layouts.bias, weight_shape[:1])
@@ -127,7 +127,7 @@ class _Linear(torch.autograd.Function):
             grad_x = (grad_out.reshape(-1, grad_out.shape[-1]) @ weight).reshape(ctx.shape)
         elif weight is not None and layouts is not None:
             local = local_of(grad_out)
-            rows = local.reshape(-1, local.shape[-1]) @ local_of(weight)
+            rows = _rows(local) @ local_of(weight)
             local_x = rows.view(*local.shape[:-1], rows.shape[-1])
             grad_x = contiguous_dtensor(redistributor, local_x, layouts.input, ctx.shape)
         needs_bias = ctx.needs_input_grad[2]
@@ -135,3 +135,8 @@ class _Linear(torch.autograd.Function):
             redistributor, grad_out, x, ctx.weight_shape, layouts, bias=needs_bias
         )
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` [..., features] as [rows, features]; a shard may be empty along either dim."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -43,8 +43,8 @@ def data_shard(plan: ShardingPlan, device_mesh: DeviceMesh) -> tuple[int, int]:
     """Return (rank, number of ranks) for a ``DistributedSampler``: which shard of the samples this process reads.
 
     Processes that need the same samples, because tensors or sequences are split between them, get the same rank. The
-    number of ranks is the number of shards of the batch; it is 1 where the plan does not split the batch. Pass the rows
-    to ``local_batch`` with ``is_local=True``.
+    number of ranks is 1 where an input is not split along the samples: then every process reads all samples. Pass the
+    samples to ``local_batch`` with ``is_local=True``, which cuts them further where the plan splits some inputs finer.
 
     Args:
         plan: its input ports of the root say how dim 0, the samples, is split.
@@ -52,33 +52,31 @@ def data_shard(plan: ShardingPlan, device_mesh: DeviceMesh) -> tuple[int, int]:
 
     Raises:
         PlanMismatchError: ``device_mesh`` has other axes, or this process is no rank of it.
-        PlanLayoutError: the plan splits the samples of its inputs in different ways.
     """
     check_mesh(plan.mesh, device_mesh)
     check_member(device_mesh)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    layouts = root_layouts(plan)
-    axes_by_name = {
-        name: [axis for axis, p in enumerate(layout) if _splits_samples(p)] for name, layout in layouts.items()
-    }
-    by_axes = {tuple(axes): name for name, axes in axes_by_name.items() if axes}
-    if len(by_axes) > 1:
-        first, other = list(by_axes.values())[:2]
-        raise PlanLayoutError(
-            f"The plan splits the samples of {first!r} and of {other!r} in different ways.",
-            field="input_plan",
-            key=other,
-            what_to_do="Cut global batches with local_batch instead.",
-        )
     rank, ranks = 0, 1
-    for axis in next(iter(by_axes), ()):
+    for axis in _sample_axes(root_layouts(plan).values()):
         rank, ranks = rank * device_mesh.shape[axis] + coordinate[axis], ranks * device_mesh.shape[axis]
     return rank, ranks
 
 
-def _splits_samples(placement: Placement) -> bool:
-    return sharded_dim(placement) == 0
+def _sample_axes(layouts: Iterable[Layout]) -> list[int]:
+    """Return the outermost axes that split dim 0 of every input alike: a shard of one input has one of each other."""
+    splits = [[axis for axis, placement in enumerate(layout) if sharded_dim(placement) == 0] for layout in layouts]
+    alike = itertools.takewhile(lambda axes: len(set(axes)) == 1, zip(*splits, strict=False))
+    return [axes[0] for axes in alike]
+
+
+def _of_local_samples(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Return how each input is split further, within the samples of one ``data_shard``."""
+    axes = set(_sample_axes(layouts.values()))
+    return {
+        name: tuple(Replicate() if axis in axes else placement for axis, placement in enumerate(layout))
+        for name, layout in layouts.items()
+    }
 
 
 @overload
@@ -122,8 +120,8 @@ def local_batch(
             and are cut here if the plan splits them.
 
     Raises:
-        PlanMismatchError: this process is no rank of the mesh.
         PlanError: the module was not sharded.
+        PlanMismatchError: this process is no rank of the mesh.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
         UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
     """
@@ -137,8 +135,7 @@ def local_batch(
     check_member(device_mesh)
     layouts = root_layouts(plan)
     if is_local:
-        whole = Replicate()
-        layouts = {n: tuple(whole if _splits_samples(p) else p for p in layout) for n, layout in layouts.items()}
+        layouts = _of_local_samples(layouts)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     mesh_shape = tuple(device_mesh.shape)
@@ -159,11 +156,11 @@ def local_batch(
         layout = layout_of(name)
         if layout is None:
             layout = layout_like(leaf.shape, planned, name, layouts)
-        local = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
-        local = local if device is None else local.to(device)
+        piece = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        piece = piece if device is None else piece.to(device)
         if not is_local:
-            _sources[local] = weakref.ref(sources[name])
-        return local
+            _sources[piece] = weakref.ref(sources[name])
+        return piece
 
     return pytree.tree_map_with_path(local_slice, batch)
 

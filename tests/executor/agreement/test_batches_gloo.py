@@ -33,12 +33,12 @@ class Model(nn.Module):
         return (self.fc2(self.fc1(x).tanh()) * scale - labels).square().mean()
 
 
-def plan_of(*layout: Any) -> ShardingPlan:
-    port = Port(layout=layout)
+def plan_of(*layout: Any, labels: Any = None) -> ShardingPlan:
+    ports = {"x": Port(layout=layout), "labels": Port(layout=labels or layout)}
     return ShardingPlan(
         mesh=PlanMesh.parse("dp=2,tp=2"),
         plan={"*.*": (R, R)},
-        input_plan={"input": {"x": port, "labels": port}},
+        input_plan={"input": ports},
         job=FP32,
     )
 
@@ -49,6 +49,9 @@ PLANS = {
     "samples and sequences": plan_of(S0, S1),
     "sequences": plan_of(R, S1),
     "whole": plan_of(R, R),
+    "labels finer": plan_of(S0, R, labels=(S0, S0)),
+    "labels alone": plan_of(R, R, labels=(S0, R)),
+    "labels on an outer axis too": plan_of(R, S0, labels=(S0, S0)),
 }
 
 
@@ -191,8 +194,8 @@ def run_all(rank: int) -> dict[str, Any]:
     results["whole"] = whole_and_different(rank, mesh)
     results["sampled"] = {name: sampled(rank, mesh, plan) for name, plan in PLANS.items()}
     results["shapes of local rows"] = [
-        tuple(local_batch({"x": torch.zeros(3, SEQ, WIDTH)}, mesh, plan, is_local=True)["x"].shape)
-        for plan in PLANS.values()
+        tuple(local_batch({"x": torch.zeros(3, SEQ, WIDTH)}, mesh, PLANS[name], is_local=True)["x"].shape)
+        for name in ("samples", "samples on two axes", "samples and sequences", "sequences", "whole")
     ]
     return results
 
@@ -252,6 +255,9 @@ def test_whole_batches_that_differ_are_an_error(results: list[dict[str, Any]]) -
         ("samples and sequences", [(0, 2), (0, 2), (1, 2), (1, 2)]),
         ("sequences", [(0, 1)] * 4),
         ("whole", [(0, 1)] * 4),
+        ("labels finer", [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ("labels alone", [(0, 1)] * 4),
+        ("labels on an outer axis too", [(0, 1)] * 4),
     ],
 )
 def test_a_sampler_per_rank_trains_as_unsharded(
