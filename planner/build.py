@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, Unpack
@@ -118,10 +119,15 @@ def _config_of(model: nn.Module | TracedModule) -> ModelConfig | None:
 
 
 @contextmanager
-def _tensors_on_cpu() -> Iterator[None]:
-    """Return a context in which new tensors are on the CPU, inside ``torch.device("meta")`` too."""
-    # Nothing is entered where they are already: a mode slows every call of torch down.
-    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+def _for_planning() -> Iterator[None]:
+    """Return a context in which new tensors are on the CPU, and DTensor does not warn of random numbers.
+
+    Planning draws none: DTensor only propagates layouts, on a mesh without processes.
+    """
+    # Nothing is entered where tensors are there already: a mode slows every call of torch down.
+    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with device, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         yield
 
 
@@ -135,7 +141,7 @@ def plan_of_spec(
 ) -> ShardingPlan:
     """Return the verified plan of ``spec``, with the planner, mesh and techniques that it names; see `build_plan`."""
     auto = None
-    with _tensors_on_cpu():
+    with _for_planning():
         if spec.is_auto:
             auto = auto_techniques(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
             spec = auto.spec
