@@ -1,9 +1,11 @@
-"""`default_cluster`: the cluster that is planned for where none is given, and where it comes from."""
+"""`default_cluster`, `cluster_of_program`: the cluster where none is given, and where it comes from."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import platformdirs
@@ -11,8 +13,9 @@ import platformdirs
 from cost_model import ClusterSpec
 from cost_model.hardware.devices import DeviceSpec
 from cost_model.hardware.reading import ClusterError
-from planner.defaults.local_devices import local_devices
+from planner.defaults.local_devices import LocalDevices, local_devices
 from planner.defaults.ranks import Ranks, current_ranks
+from planner.errors import JobError
 
 VARIABLE = "SHARDPLAN_CLUSTER"
 """Environment variable with the user's cluster: its short form, or the path of its file."""
@@ -62,6 +65,40 @@ def default_cluster(*, size: int | None = None) -> DefaultCluster:
     return DefaultCluster(
         cluster=with_ranks(found.cluster, ranks), why=f"{found.why}, for the {size} devices of the mesh"
     )
+
+
+def cluster_of_program(devices: Sequence[LocalDevices], hosts: Sequence[str]) -> DefaultCluster:
+    """Return the cluster of ranks that say what they run on: the user's links and figures if there are any.
+
+    Args:
+        devices: what each rank sees; a rank uses one device.
+        hosts: name of the host of each rank.
+
+    Raises:
+        ClusterError: the ranks have different devices, the user's cluster cannot be read, or the catalogue lacks the
+            GPU.
+        JobError: the hosts have different numbers of ranks.
+    """
+    products = sorted({device.product or "no GPU" for device in devices})
+    if len(products) > 1:
+        raise ClusterError(
+            f"the ranks have different devices ({', '.join(products)}); a plan is for devices of one type"
+        )
+    per_host = sorted(set(Counter(hosts).values()))
+    if len(per_host) > 1:
+        raise JobError(
+            f"some hosts have {per_host[0]} ranks, and some {per_host[-1]}.",
+            what_to_do="Start equally many ranks on each host, or give the cluster.",
+            field="cluster",
+        )
+    ranks = Ranks(total=len(hosts), per_node=per_host[0])
+    users = user_cluster()
+    if users is not None:
+        cluster = with_ranks(users.cluster, ranks)
+        why = users.why if cluster == users.cluster else f"devices and links of {users.why}, {ranks}"
+        return DefaultCluster(cluster=cluster, why=why)
+    least = min(devices, key=lambda device: device.memory_bytes)
+    return DefaultCluster(cluster=cluster_of_ranks(least.spec, ranks), why=why_ranks(ranks, least.product))
 
 
 def with_ranks(cluster: ClusterSpec, ranks: Ranks) -> ClusterSpec:
