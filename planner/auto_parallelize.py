@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -79,7 +79,7 @@ def auto_parallelize(
     plan = ShardingPlan.from_dict(json.loads(exchange.from_first(planned)))
     backend = start_group(program, local.type)
     if program.is_first:
-        report([*([] if backend is None else [_started(program, backend)]), f"plan: mesh {plan.mesh}{_step(plan)}"])
+        report(_outcome(plan, program, backend))
     if not isinstance(device_mesh, DeviceMesh):
         device_mesh = device_mesh_for(plan, device_type=local.type)
     _move_buffers(module, device_mesh.device_type)
@@ -136,12 +136,12 @@ def _move_buffers(module: nn.Module, device_type: str) -> None:
                 setattr(part, name, buffer.to(device_type))
 
 
-def _started(program: Program, backend: str) -> str:
-    return f"process group initialised: {len(program.ranks)} ranks, {backend}"
-
-
-def _step(plan: ShardingPlan) -> str:
-    """Return the plan's micro-batches and estimated step time, for one line."""
+def _outcome(plan: ShardingPlan, program: Program, backend: str | None) -> Iterator[str]:
+    """Yield lines on the process group that was initialised, the plan, and its verification."""
+    if backend is not None:
+        yield f"process group initialised: {len(program.ranks)} ranks, {backend}"
     count = plan.micro_batches
-    text = f", {count} micro-batch{'es' if count > 1 else ''}"
-    return text if plan.estimate is None else f"{text}, estimated step {plan.estimate.step_time_s:.3g} s"
+    step = "" if plan.estimate is None else f", estimated step {plan.estimate.step_time_s:.3g} s"
+    yield f"plan: mesh {plan.mesh}, {count} micro-batch{'es' if count > 1 else ''}{step}"
+    if plan.verification is not None and plan.verification.outcome == "not-run":
+        yield f"plan not verified: {plan.verification.reason}"
