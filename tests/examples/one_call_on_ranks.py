@@ -36,7 +36,7 @@ def own_module(result: dict[str, object]) -> None:
     from executor import auto_parallelize, local_micro_batches, plan_of
 
     generator = torch.Generator().manual_seed(1)
-    loader = [(torch.randn(16, 32, generator=generator), torch.arange(16) % 8) for _ in range(3)]
+    loader = [(torch.randn(16, 32, generator=generator), torch.arange(16) % 8)] * 3
     model = Net()
     unsharded = copy.deepcopy(model)
     reference = torch.optim.AdamW(unsharded.parameters(), lr=1e-2)
