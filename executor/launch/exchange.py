@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cost_model.hardware.reading import ClusterError
 from cost_model.layouts.layout import LayoutError
 from executor.launch.program import Program
+from executor.torch_internals_store import PrefixStore, put
 from planner.errors import PlanError, PlannerError
 
 BEAT_S = 2.0
@@ -39,7 +40,7 @@ class Exchange:
         self._program = program
         group = ",".join(map(str, program.ranks))
         round_ = program.store.add(f"shardplan/{group}/{program.rank}", 1)
-        self._store = dist.PrefixStore(f"shardplan/{group}/{round_}", program.store)
+        self._store = PrefixStore(f"shardplan/{group}/{round_}", program.store)
 
     def gather(self, value: bytes) -> list[bytes]:
         """Return the values of all ranks, in the ranks' order, on the first one; on the others nothing.
@@ -47,7 +48,7 @@ class Exchange:
         Raises:
             PlanError: a rank did not come in time; the message names those that did not.
         """
-        self._store.set(f"value/{self._program.rank}", value)
+        put(self._store, f"value/{self._program.rank}", value)
         if not self._program.is_first:
             return []
         keys = {rank: f"value/{rank}" for rank in self._program.ranks}
@@ -75,9 +76,9 @@ class Exchange:
             try:
                 answer = work()
             except BaseException as error:
-                self._store.set("answer", b"E" + pickle.dumps(_for_others(error, self._program.rank)))
+                put(self._store, "answer", b"E" + pickle.dumps(_for_others(error, self._program.rank)))
                 raise
-            self._store.set("answer", b"A" + answer)
+            put(self._store, "answer", b"A" + answer)
         return answer
 
     def _wait(self) -> bytes:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from executor.torch_internals_store import default_store
+from executor.torch_internals_store import HashStore, PrefixStore, Store, default_store
 from planner.errors import PlanMismatchError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,7 +34,7 @@ class Program:
 
     rank: int
     ranks: tuple[int, ...]
-    store: dist.Store
+    store: Store
 
     @property
     def is_first(self) -> bool:
@@ -56,7 +56,7 @@ def join_program(ranks: Sequence[int] | None = None) -> Program:
     elif all(name in os.environ for name in _VARIABLES):
         store, rank, world_size = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
     else:
-        rank, world_size, store = 0, 1, dist.HashStore()
+        rank, world_size, store = 0, 1, HashStore()
     chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
     if rank not in chosen:
         raise PlanMismatchError(
@@ -79,7 +79,7 @@ def start_group(program: Program, device_type: str) -> str | None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store = dist.PrefixStore("default_pg", program.store)
+    store = PrefixStore("default_pg", program.store)
     dist.init_process_group(backend, store=store, rank=program.rank, world_size=len(program.ranks))
     atexit.register(_end_group)
     return backend

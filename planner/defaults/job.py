@@ -42,7 +42,7 @@ class ModelConfig:
 def config_of(module: nn.Module) -> ModelConfig | None:
     """Return the Hugging Face config of ``module``; None: it has none."""
     config, main_input = getattr(module, "config", None), getattr(module, "main_input_name", None)
-    if main_input is None or not hasattr(config, "to_dict"):
+    if main_input is None or config is None or not hasattr(config, "to_dict"):
         return None
     return ModelConfig(values=config.to_dict(), takes_seq=main_input != "pixel_values")
 

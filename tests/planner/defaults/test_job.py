@@ -113,7 +113,7 @@ def test_a_name_is_no_module() -> None:
         build_plan("gpt2")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("how", ["context", "default"])
+@pytest.mark.parametrize("how", ["context", pytest.param("default", marks=pytest.mark.slow)])
 def test_a_plan_is_made_where_new_tensors_are_on_meta(how: str) -> None:
     model, inputs = make_model("mlp"), make_batch("mlp")
     expected = build_plan(model, example_inputs=inputs)
