@@ -1,18 +1,24 @@
-"""Train a tiny Llama, planned and sharded by one call.
+"""Train a tiny Llama on all ranks, planned and sharded in one call.
 
 torchrun --nproc-per-node 4 examples/one_call.py
 """
 
+from pathlib import Path
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from executor import auto_parallelize, local_batch
+from executor import auto_parallelize, local_micro_batches
 
-model = LlamaForCausalLM(LlamaConfig.from_json_file("examples/tiny_llama.json"))
-auto_parallelize(model, batch=8, seq=32)  # plans for the ranks that torchrun started, and shards in place
+model = LlamaForCausalLM(LlamaConfig.from_json_file(Path(__file__).with_name("tiny_llama.json")))
+tokens = torch.arange(64).repeat(4, 1)
+loader = [{"input_ids": tokens + step, "labels": tokens + step, "use_cache": False} for step in range(5)]
+
+model = auto_parallelize(model)
 optimizer = torch.optim.AdamW(model.parameters())
-for ids in torch.randint(64, (10, 8, 32), generator=torch.Generator().manual_seed(0)):  # the same on every rank
-    loss = model(**local_batch({"input_ids": ids, "labels": ids}, model), use_cache=False).loss
-    loss.backward()
+for batch in loader:
+    parts = local_micro_batches(model, batch)
+    for part in parts:
+        (model(**part).loss / len(parts)).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -3,6 +3,7 @@
 loops/      Trainer, accelerate and peft with a sharded module
 calibrate/  measurements of a cluster
 agreement/  checks that all ranks hold what the plan needs
+launch/     ranks that have no plan yet
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
 weights/    checkpoints, read into shards and written from shards
 ops/        ops that DTensor cannot run as planned
@@ -17,7 +18,6 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Sharder": "executor.resolve.sharder",
     "add_adapters": "executor.loops.adapters",
     "auto_parallelize": "planner.auto_parallelize",
     "data_shard": "executor.resolve.batch",
@@ -26,21 +26,23 @@ _HOMES = {
     "load_training_state": "executor.weights.dcp.training_state",
     "load_weights": "executor.weights.load",
     "local_batch": "executor.resolve.batch",
-    "parallelize_module": "executor.parallelize",
-    "prepare_accelerator": "executor.loops.accelerator",
-    "prepare_trainer": "executor.loops.trainer",
-    "save_adapters": "executor.loops.adapters",
-    "shard_added_parameters": "executor.runtime.root.added_parameters",
-    "save_training_state": "executor.weights.dcp.training_state",
-    "save_weights": "executor.weights.save",
-    "random_state": "executor.runtime.random_state",
-    "seed_random_ops": "executor.runtime.random_state",
-    "set_random_state": "executor.runtime.random_state",
+    "local_micro_batches": "executor.resolve.micro_batches",
     "mesh_of": "executor.resolve.sharded_as",
     "natural_order": "executor.resolve.token_order",
+    "parallelize_module": "executor.parallelize",
     "plan_of": "executor.resolve.sharded_as",
+    "prepare_accelerator": "executor.loops.accelerator",
+    "prepare_trainer": "executor.loops.trainer",
+    "random_state": "executor.runtime.random_state",
+    "save_adapters": "executor.loops.adapters",
+    "save_training_state": "executor.weights.dcp.training_state",
+    "save_weights": "executor.weights.save",
+    "seed_random_ops": "executor.runtime.random_state",
     "set_accumulation_steps": "executor.runtime.optimizer_steps",
+    "set_random_state": "executor.runtime.random_state",
+    "shard_added_parameters": "executor.runtime.root.added_parameters",
     "shard_module": "executor.shard",
+    "Sharder": "executor.resolve.sharder",
     "whole_batches": "executor.runtime.whole_batches",
 }
 

@@ -1,12 +1,12 @@
-"""torch's private names for the store of the default process group. Checked with torch 2.13."""
+"""torch's key-value stores, which are part of its private API except in the calls that take one. Checked with 2.13."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-__all__ = ["Store", "default_store"]
+__all__ = ["HashStore", "PrefixStore", "Store", "default_store", "put"]
 
 
 def default_store() -> Store | None:
@@ -14,3 +14,8 @@ def default_store() -> Store | None:
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     return distributed_c10d._get_default_store()
+
+
+def put(store: Store, key: str, value: bytes) -> None:
+    """Set ``key`` of ``store`` to ``value``: torch takes bytes, and declares text."""
+    store.set(key, value)  # type: ignore[arg-type]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, Unpack
 
@@ -15,7 +16,7 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.auto_techniques import auto_techniques
-from planner.defaults.job import ModelConfig, report, with_defaults
+from planner.defaults.job import ModelConfig, config_of, report, with_defaults
 from planner.defaults.ranks import is_first_rank
 from planner.errors import ModelError, PlanError, RunError
 from planner.graph.example_inputs import GivenInputs
@@ -86,24 +87,10 @@ def build_plan(
             limit came before any plan was found. `RunError`: no plan was found that runs as planned.
         ClusterError: the cluster cannot be read, or the GPU here is not in the catalogue.
     """
-    return plan_with_defaults(model, options, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
-
-
-def plan_with_defaults(
-    model: nn.Module | TracedModule,
-    options: Mapping[str, Any],
-    *,
-    example_inputs: GivenInputs = None,
-    tp_plan: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-    assumed: Sequence[str] = (),
-) -> ShardingPlan:
-    """Return the result of `build_plan` for ``options``, some of which the caller has ``assumed``, with the reasons."""
-    options, more = with_defaults(options, _config_of(model) if example_inputs is None else None)
-    spec = spec_of(options)
-    lines = (*assumed, *more)
+    full, assumed = with_defaults(options, _config_of(model) if example_inputs is None else None)
+    spec = spec_of(full)
     if is_first_rank():
-        report(f"assumed {line}" for line in lines)
+        report(f"assumed {line}" for line in assumed)
     baselines.parse_planner(spec.planner)
     cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
     mesh = MeshSpec.parse(spec.mesh) if isinstance(spec.mesh, str) else spec.mesh
@@ -112,7 +99,7 @@ def plan_with_defaults(
     micro_batches = baselines.micro_batches_for(spec.planner, spec.micro_batches)
     spec = dataclasses.replace(spec, cluster=cluster, mesh=mesh, micro_batches=micro_batches)
     plan = plan_of_spec(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
-    return dataclasses.replace(plan, assumed=lines)
+    return dataclasses.replace(plan, assumed=assumed)
 
 
 def _config_of(model: nn.Module | TracedModule) -> ModelConfig | None:
@@ -128,17 +115,19 @@ def _config_of(model: nn.Module | TracedModule) -> ModelConfig | None:
             f"the model is a {type(model).__name__}, not an nn.Module.",
             what_to_do='Give a module; api.requests.model_registry.load_model("gpt2").module is that of a preset.',
         )
-    config, main_input = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    if main_input is None or config is None or not hasattr(config, "to_dict"):
-        return None
-    return ModelConfig(values=config.to_dict(), takes_seq=main_input != "pixel_values")
+    return config_of(model)
 
 
 @contextmanager
-def _tensors_on_cpu() -> Iterator[None]:
-    """Return a context in which new tensors are on the CPU, inside ``torch.device("meta")`` too."""
-    # Nothing is entered where they are already: a mode slows every call of torch down.
-    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+def _for_planning() -> Iterator[None]:
+    """Return a context in which new tensors are on the CPU, and DTensor does not warn of random numbers.
+
+    Planning draws none: DTensor only propagates layouts, on a mesh without processes.
+    """
+    # Nothing is entered where tensors are there already: a mode slows every call of torch down.
+    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with device, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         yield
 
 
@@ -152,7 +141,7 @@ def plan_of_spec(
 ) -> ShardingPlan:
     """Return the verified plan of ``spec``, with the planner, mesh and techniques that it names; see `build_plan`."""
     auto = None
-    with _tensors_on_cpu():
+    with _for_planning():
         if spec.is_auto:
             auto = auto_techniques(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
             spec = auto.spec

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.catalogue import add_catalogue_commands, print_versions
+from api.cli.defaults import with_assumed
 from api.cli.former_names import CommandsWithFormerNames
 from api.cli.headings import CommandWithHeadings
 from api.cli.options import (
@@ -37,7 +38,6 @@ from api.cli.requests import (
     refuse_options,
     request_of,
     what_to_price,
-    with_assumed,
 )
 from api.cli.service import add_service_commands
 from api.cli.terminal import (
@@ -92,7 +92,7 @@ def plan_command(
 ) -> None:
     """Plan how MODEL is trained, or run, on a cluster.
 
-    A cluster, batch or sequence length that is left out is assumed; what was assumed is printed.
+    A cluster, batch or sequence length that is left out is assumed, and printed.
     """
     with reported(as_json):
         check_run_cost(tokens, price)

@@ -46,32 +46,6 @@ def request_of(**options: Any) -> PlanRequest:
         raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
 
 
-def with_assumed(model: str, options: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the options of a plan with the cluster, batch and sequence length that they lack, and why.
-
-    Where all three are given, or the model is a factory, which has its own batch, torch is not imported for them.
-
-    Raises:
-        ModelError: ``model`` names nothing. `ClusterError`: the cluster cannot be read, or the GPU is not known.
-    """
-    from api.requests.model_configs import find_config
-
-    config = find_config(model, allow_local=True)
-    needed = ("cluster",) if config is None else ("cluster", "batch", "seq")
-    if all(options.get(name) is not None for name in needed):
-        return options, ()
-    # Mistakes in what was given are reported before torch is imported.
-    request_of(model=model, **{**options, "cluster": options.get("cluster") or "1x1xcpu"})
-    from planner.defaults.job import ModelConfig, report, with_defaults
-
-    known = None if config is None else ModelConfig.of_values(config.values)
-    full, assumed = with_defaults(options, known)
-    if assumed:
-        full["cluster"] = options.get("cluster") or full["cluster"].to_dict()
-        report(f"assumed {line}" for line in assumed)
-    return full, assumed
-
-
 def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None, jobs: int = 1) -> ShardingPlan:
     """Return the plan of a request, from the user's cache if an equal request was planned before.
 

@@ -27,8 +27,8 @@ def headline(plan: ShardingPlan) -> list[str]:
     return [*fold(f"{plan.model or 'A model'} on {_devices(plan)}"), *fold(_job(plan.job))]
 
 
-def assumed_lines(plan: ShardingPlan) -> list[str]:
-    """Return lines on what the job lacked and the planner assumed; none where nothing was."""
+def assumed(plan: ShardingPlan) -> list[str]:
+    """Return lines that say what the job lacked and the planner assumed; none where it lacked nothing."""
     return [line for text in plan.assumed for line in fold(text, "assumed: ")]
 
 

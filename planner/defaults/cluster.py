@@ -1,9 +1,11 @@
-"""`default_cluster`: the cluster that is planned for where none is given, and where it comes from."""
+"""`default_cluster`, `cluster_of_program`: the cluster where none is given, and where it comes from."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import platformdirs
@@ -11,8 +13,9 @@ import platformdirs
 from cost_model import ClusterSpec
 from cost_model.hardware.devices import DeviceSpec
 from cost_model.hardware.reading import ClusterError
-from planner.defaults.local_devices import local_devices
+from planner.defaults.local_devices import LocalDevices, local_devices
 from planner.defaults.ranks import Ranks, current_ranks
+from planner.errors import JobError
 
 VARIABLE = "SHARDPLAN_CLUSTER"
 """Environment variable with the user's cluster: its short form, or the path of its file."""
@@ -64,6 +67,40 @@ def default_cluster(*, size: int | None = None) -> DefaultCluster:
     )
 
 
+def cluster_of_program(devices: Sequence[LocalDevices], hosts: Sequence[str]) -> DefaultCluster:
+    """Return the cluster of ranks that say what they run on: the user's links and figures if there are any.
+
+    Args:
+        devices: what each rank sees; a rank uses one device.
+        hosts: name of the host of each rank.
+
+    Raises:
+        ClusterError: the ranks have different devices, the user's cluster cannot be read, or the catalogue lacks the
+            GPU.
+        JobError: the hosts have different numbers of ranks.
+    """
+    products = sorted({device.product or "no GPU" for device in devices})
+    if len(products) > 1:
+        raise ClusterError(
+            f"the ranks have different devices ({', '.join(products)}); a plan is for devices of one type"
+        )
+    per_host = sorted(set(Counter(hosts).values()))
+    if len(per_host) > 1:
+        raise JobError(
+            f"some hosts have {per_host[0]} ranks, and some {per_host[-1]}.",
+            what_to_do="Start equally many ranks on each host, or give the cluster.",
+            field="cluster",
+        )
+    ranks = Ranks(total=len(hosts), per_node=per_host[0])
+    users = user_cluster()
+    if users is not None:
+        cluster = with_ranks(users.cluster, ranks)
+        why = users.why if cluster == users.cluster else f"devices and links of {users.why}, {ranks}"
+        return DefaultCluster(cluster=cluster, why=why)
+    least = min(devices, key=lambda device: device.memory_bytes)
+    return DefaultCluster(cluster=cluster_of_ranks(least.spec, ranks), why=why_ranks(ranks, least.product))
+
+
 def with_ranks(cluster: ClusterSpec, ranks: Ranks) -> ClusterSpec:
     """Return ``cluster`` with the nodes and devices of ``ranks``; devices, links and what was measured stay.
 
@@ -77,7 +114,7 @@ def with_ranks(cluster: ClusterSpec, ranks: Ranks) -> ClusterSpec:
         nodes=ranks.nodes,
         devices_per_node=ranks.per_node,
         cards_per_node=max(1, cards),
-        reserved_gb=(max(cluster.reserved_gb),) if cluster.reserved_gb else (),
+        reserved_gb=(max(cluster.reserved_gb),) * ranks.nodes if cluster.reserved_gb else (),
         sweeps=tuple(
             sweep for sweep in cluster.sweeps if sweep.ranks_per_node <= ranks.per_node and sweep.nodes <= ranks.nodes
         ),
@@ -109,14 +146,14 @@ def user_cluster() -> DefaultCluster | None:
         except ClusterError as error:
             raise ClusterError(f"{VARIABLE}: {error}") from error
     file = cluster_file()
-    return DefaultCluster(cluster=ClusterSpec.parse(file), why=str(file)) if file.is_file() else None
+    return DefaultCluster(cluster=ClusterSpec.parse(file), why=_shortened(file)) if file.is_file() else None
 
 
 def _own_cluster() -> DefaultCluster:
     """Return the cluster of this process's ranks or GPUs, else `WITHOUT_GPU`."""
     ranks, devices = current_ranks(), local_devices()
     if ranks is None and devices.count == 0:
-        how = f"name yours with cluster, {VARIABLE} or {cluster_file()}"
+        how = f"name yours with cluster, {VARIABLE} or {_shortened(cluster_file())}"
         return DefaultCluster(cluster=ClusterSpec.parse(WITHOUT_GPU), why=f"there is no GPU here; {how}")
     ranks = ranks or Ranks(total=devices.count, per_node=devices.count)
     return DefaultCluster(cluster=cluster_of_ranks(devices.spec, ranks), why=why_ranks(ranks, devices.product))
@@ -127,3 +164,9 @@ def why_ranks(ranks: Ranks, product: str) -> str:
     if product:
         return f"{ranks}, {product}"
     return f"{ranks} without a GPU; time and memory are those of the catalogue's device cpu"
+
+
+def _shortened(file: Path) -> str:
+    """Return the path of ``file``, from ~ on where it is in the user's home."""
+    home = Path.home()
+    return f"~/{file.relative_to(home)}" if file.is_relative_to(home) else str(file)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model import ClusterSpec
@@ -37,10 +38,13 @@ class ModelConfig:
     values: Mapping[str, Any]
     takes_seq: bool = True
 
-    @classmethod
-    def of_values(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Return the config with ``values``, of a model that is not built yet."""
-        return cls(values=values, takes_seq="image_size" not in values or "vocab_size" in values)
+
+def config_of(module: nn.Module) -> ModelConfig | None:
+    """Return the Hugging Face config of ``module``; None: it has none."""
+    config, main_input = getattr(module, "config", None), getattr(module, "main_input_name", None)
+    if main_input is None or config is None or not hasattr(config, "to_dict"):
+        return None
+    return ModelConfig(values=config.to_dict(), takes_seq=main_input != "pixel_values")
 
 
 def with_defaults(options: Mapping[str, Any], config: ModelConfig | None) -> tuple[dict[str, Any], tuple[str, ...]]:

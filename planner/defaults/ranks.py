@@ -1,10 +1,8 @@
-"""`current_ranks`, `ranks_on`, `is_first_rank`: the ranks of a program, and how many each node has."""
+"""`current_ranks`, `is_first_rank`: the ranks of the program of this process, and how many of them are on a node."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,23 +61,6 @@ def current_ranks() -> Ranks | None:
         return Ranks(total=total, per_node=int(stated))
     gpus = torch.cuda.device_count()
     return Ranks(total=total, per_node=min(gpus, total) if gpus else total)
-
-
-def ranks_on(hosts: Sequence[str]) -> Ranks:
-    """Return the ranks of a program whose ranks run on ``hosts``, the names of their nodes in the order of the ranks.
-
-    Raises:
-        JobError: the nodes have different numbers of ranks.
-    """
-    counts = Counter(hosts)
-    if len(set(counts.values())) > 1:
-        stated = ", ".join(f"{count} on {host}" for host, count in counts.items())
-        raise JobError(
-            f"the nodes have different numbers of ranks: {stated}.",
-            what_to_do="Start equally many ranks on each node, or give the cluster.",
-            field="cluster",
-        )
-    return Ranks(total=len(hosts), per_node=counts[hosts[0]])
 
 
 def is_first_rank() -> bool:

@@ -135,6 +135,8 @@ def test_plan_has_every_option_by_name() -> None:
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--reduce-dtype", "fp8"], "'fp8' is not one of"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--optimizer", "magic"], "adamw"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--planner", "random"], "there is no planner 'random'"),
+        (["alternatives", "gpt2", "--cluster", "1x4xtoy"], "batch is missing"),
+        (["alternatives", "gpt2", "--cluster", "1x4xtoy", "--batch", "8"], "seq is missing"),
         (["plan", "gpt2", *TINY[:-4], "--seq", "4096"], "1024 learned positions"),
         (["plan", "gpt2", *TINY, "-o", "/nowhere/plan.json"], "there is no folder /nowhere"),
         (["plan", "os:getpid", *TINY], "returned a int"),
@@ -167,23 +169,6 @@ def test_bad_input_says_what_is_wrong_with_exit_code_2(arguments: list[str], sai
     assert said in result.stderr
     assert result.stdout == ""
     assert isinstance(result.exception, SystemExit)
-
-
-def test_plan_without_cluster_batch_and_seq_says_what_it_assumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDPLAN_CLUSTER", "1x4xtoy")
-    result = run("plan", "examples/tiny_llama.json", "--dtype", "fp32", "-o", str(tmp_path / "plan.json"))
-    assert result.exit_code == 0, result.output
-    assumed = json.loads((tmp_path / "plan.json").read_text())["assumed"]
-    assert assumed == [
-        "cluster 1x4xtoy: the environment's SHARDPLAN_CLUSTER",
-        "batch 4: one sample for each device",
-        "seq 64: the model's context",
-    ]
-    for line in assumed:
-        assert f"shardplan: assumed {line}" in result.stderr
-        assert f"assumed: {line}" in result.stdout
 
 
 def test_port_that_is_taken_is_bad_input(tmp_path: Path) -> None:
