@@ -7,6 +7,7 @@ redistribute such tensors. Here the local tensors are flattened instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -81,14 +82,19 @@ def weight_gradients(
         rows = gradient.reshape(-1, gradient.shape[-1])
         grad_weight = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
         return cast(DTensor | None, grad_weight), cast(DTensor, rows.sum(0)) if bias else None
-    rows = local_of(gradient).reshape(-1, local_of(gradient).shape[-1])
+    rows = _rows(local_of(gradient))
     own_weight = own_bias = None
     if x is not None:
-        local = rows.t() @ local_of(x).reshape(-1, local_of(x).shape[-1])
+        local = rows.t() @ _rows(local_of(x))
         own_weight = contiguous_dtensor(redistributor, local, layouts.weight, weight_shape)
     if bias:
         own_bias = contiguous_dtensor(redistributor, rows.sum(0), layouts.bias, weight_shape[:1])
     return own_weight, own_bias
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` [..., n] as rows, [rows, n]; the last chunk of an uneven shard may be empty (n = 0)."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def contiguous_dtensor(
@@ -127,7 +133,7 @@ class _Linear(torch.autograd.Function):
             grad_x = (grad_out.reshape(-1, grad_out.shape[-1]) @ weight).reshape(ctx.shape)
         elif weight is not None and layouts is not None:
             local = local_of(grad_out)
-            rows = local.reshape(-1, local.shape[-1]) @ local_of(weight)
+            rows = _rows(local) @ local_of(weight)
             local_x = rows.view(*local.shape[:-1], rows.shape[-1])
             grad_x = contiguous_dtensor(redistributor, local_x, layouts.input, ctx.shape)
         needs_bias = ctx.needs_input_grad[2]
