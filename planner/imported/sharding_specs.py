@@ -125,7 +125,7 @@ class _Conversion:
                 sharders[name] = value
                 converted[key] = name
             elif isinstance(value, str) or is_layout(value):
-                converted[key] = value  # type: ignore[assignment]
+                converted[key] = value
             else:
                 converted[key] = self._layout("plan", key, value, _PLAN_TYPES)
         return converted, sharders

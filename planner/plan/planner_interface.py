@@ -26,4 +26,4 @@ class ShardingPlanner(abc.ABC):
 
 
 # Not a base class, because torch's plans are of another type.
-TorchShardingPlanner.register(ShardingPlanner)
+TorchShardingPlanner.register(ShardingPlanner)  # type: ignore[type-abstract]
