@@ -22,28 +22,14 @@ import yaml
 from cost_model.collectives.axis_groups import AxisGroup
 from cost_model.collectives.price import collective_time_s
 from cost_model.hardware.cluster import ClusterSpec
-from cost_model.hardware.devices import DeviceSpec, device_names, find_device
+from cost_model.hardware.devices import DeviceSpec, find_device
 from cost_model.hardware.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
+from cost_model.hardware.products import named_device
 from cost_model.hardware.reading import ClusterError
 from cost_model.kernels.attention import attention_time_s
 from cost_model.kernels.gemm import gemm_flops, gemm_time_s
 
 _ROUNDS = 40
-_REPORTED = (
-    ("h200", "h200-sxm-141gb"),
-    ("h100 nvl", "h100-nvl-94gb"),
-    ("h100 pcie", "h100-pcie-80gb"),
-    ("h100", "h100-sxm-80gb"),
-    ("a100-pcie", "a100-pcie-80gb"),
-    ("a100-sxm4-40gb", "a100-sxm-40gb"),
-    ("a100", "a100-sxm-80gb"),
-    ("gb200", "gb200-nvl72-186gb"),
-    ("b200", "b200-sxm-180gb"),
-    ("mi300x", "mi300x-192gb"),
-    ("l40s", "l40s-48gb"),
-    ("4090", "rtx-4090-24gb"),
-)
-"""(part of the name that a device reports, name in the device catalogue); the first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +88,10 @@ def _start(measured: Measurements) -> DeviceSpec:
     """Return the catalogue's entry of the measured device, from which the fit starts."""
     if measured.kind == "cpu":
         return find_device("cpu")
-    name = measured.device.lower().replace("nvidia ", "")
-    for part, catalogue_name in _REPORTED:
-        if part in name and catalogue_name in device_names():
-            return find_device(catalogue_name)
-    raise ClusterError(f"{measured.device!r} is not in the catalogue; add its figures to a cluster file")
+    device = named_device(measured.device)
+    if device is None:
+        raise ClusterError(f"{measured.device!r} is not in the catalogue; add its figures to a cluster file")
+    return device
 
 
 def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:

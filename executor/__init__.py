@@ -1,6 +1,7 @@
 """Runs a plan: turns a module into a DTensor module, and counts the collectives that the sharded module runs.
 
 calibrate/  measurements of a cluster
+launch/     ranks that have no plan yet
 runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
 ops/        ops that DTensor cannot run as planned
 resolve/    the plan, resolved against the module before anything is changed
@@ -14,11 +15,15 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "auto_parallelize": "planner.auto_parallelize",
     "Sharder": "executor.resolve.sharder",
     "device_mesh_for": "executor.resolve.mesh",
     "local_batch": "executor.resolve.batch",
-    "parallelize_module": "executor.parallelize",
+    "local_micro_batches": "executor.resolve.micro_batches",
+    "mesh_of": "executor.resolve.sharding_record",
     "natural_order": "executor.resolve.token_order",
+    "parallelize_module": "executor.parallelize",
+    "plan_of": "executor.resolve.sharding_record",
     "shard_module": "executor.shard",
 }
 

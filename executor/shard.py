@@ -18,6 +18,7 @@ from executor.resolve.imported_plan import accepts_other_plans
 from executor.resolve.place_parameters import place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
+from executor.resolve.sharding_record import recorded
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.checkpointing import checkpoint_blocks
@@ -66,7 +67,8 @@ def shard_module(
     if plan.job.fused_projections:
         fuse_projections(module)
     resolved = resolve_plan(module, device_mesh, plan, sharders)
-    return _shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank)
+    sharded = _shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank)
+    return recorded(sharded, plan, device_mesh)
 
 
 def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:

@@ -1,5 +1,6 @@
 """The planner: it returns the fastest `ShardingPlan` for a model, a cluster and a job.
 
+defaults/        what a job assumes where nothing is given: cluster, batch, sequence length
 verification/    a step of a plan is run on fake processes, before the plan is given
 writing/         a decision becomes a plan; a plan is priced again
 search/          meshes, micro-batches, checkpointing modes and pipelines: branch and bound

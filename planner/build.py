@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, Unpack
 
+import torch
 from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.auto_techniques import auto_techniques
-from planner.errors import PlanError, RunError
+from planner.defaults.job import ModelConfig, config_of, report, with_defaults
+from planner.defaults.ranks import is_first_rank
+from planner.errors import ModelError, PlanError, RunError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
 from planner.plan.checks import check_mesh
@@ -31,15 +36,18 @@ _MOST_FAILURES = 3
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _shows_job_options(function: F) -> F:
-    """Return ``function`` with the fields of `JobSpec` in its docstring and signature, in place of ``**options``."""
+def shows_job_options(function: F) -> F:
+    """Return ``function`` with the fields of `JobSpec` in its docstring and signature, in place of ``**options``.
+
+    The fields are optional: `with_defaults` gives those that `JobSpec` requires.
+    """
     signature = inspect.signature(function)
     own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
         inspect.Parameter(
             item.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if item.required else item.default,
+            default=None if item.required else item.default,
             annotation=item.type,
         )
         for item in spec_fields()
@@ -50,7 +58,7 @@ def _shows_job_options(function: F) -> F:
     return function
 
 
-@_shows_job_options
+@shows_job_options
 def build_plan(
     model: nn.Module | TracedModule,
     *,
@@ -61,7 +69,9 @@ def build_plan(
 ) -> ShardingPlan:
     """Return the simplest plan for ``model`` that fits the memory and takes about the least step time.
 
-    "About" is the tolerance of the job; 0: the plan with the least step time.
+    "About" is the tolerance of the job; 0: the plan with the least step time. A cluster, batch or sequence length that
+    is left out is assumed (`planner.defaults`), printed on standard error, and written into the plan. ``mesh`` may be a
+    `DeviceMesh`. Every rank of a program may call this function, which does not communicate.
 
     Args:
         model: a module, which is not changed and may be on the meta device; or the result of `trace_module`.
@@ -75,8 +85,12 @@ def build_plan(
     Raises:
         PlannerError: the request cannot be planned. `InfeasibleError`: no plan fits the memory. `SolverError`: the time
             limit came before any plan was found. `RunError`: no plan was found that runs as planned.
+        ClusterError: the cluster cannot be read, or the GPU here is not in the catalogue.
     """
-    spec = spec_of(options)
+    full, assumed = with_defaults(options, _config_of(model) if example_inputs is None else None)
+    spec = spec_of(full)
+    if is_first_rank():
+        report(f"assumed {line}" for line in assumed)
     baselines.parse_planner(spec.planner)
     cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
     mesh = MeshSpec.parse(spec.mesh) if isinstance(spec.mesh, str) else spec.mesh
@@ -84,7 +98,37 @@ def build_plan(
         check_mesh(mesh, cluster)
     micro_batches = baselines.micro_batches_for(spec.planner, spec.micro_batches)
     spec = dataclasses.replace(spec, cluster=cluster, mesh=mesh, micro_batches=micro_batches)
-    return plan_of_spec(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+    plan = plan_of_spec(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+    return dataclasses.replace(plan, assumed=assumed)
+
+
+def _config_of(model: nn.Module | TracedModule) -> ModelConfig | None:
+    """Return what the Hugging Face config of ``model`` says of its inputs; None: it has none, or is traced already.
+
+    Raises:
+        ModelError: ``model`` is no module.
+    """
+    if isinstance(model, TracedModule):
+        return None
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the model is a {type(model).__name__}, not an nn.Module.",
+            what_to_do='Give a module; api.requests.model_registry.load_model("gpt2").module is that of a preset.',
+        )
+    return config_of(model)
+
+
+@contextmanager
+def _for_planning() -> Iterator[None]:
+    """Return a context in which new tensors are on the CPU, and DTensor does not warn of random numbers.
+
+    Planning draws none: DTensor only propagates layouts, on a mesh without processes.
+    """
+    # Nothing is entered where tensors are there already: a mode slows every call of torch down.
+    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with device, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
+        yield
 
 
 def plan_of_spec(
@@ -97,11 +141,12 @@ def plan_of_spec(
 ) -> ShardingPlan:
     """Return the verified plan of ``spec``, with the planner, mesh and techniques that it names; see `build_plan`."""
     auto = None
-    if spec.is_auto:
-        auto = auto_techniques(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
-        spec = auto.spec
-    session = PlanningSession(model, spec=spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
-    plan = verified_plan(session, planner=spec.planner, mesh=spec.mesh, tolerance=spec.tolerance)
+    with _for_planning():
+        if spec.is_auto:
+            auto = auto_techniques(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+            spec = auto.spec
+        session = PlanningSession(model, spec=spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+        plan = verified_plan(session, planner=spec.planner, mesh=spec.mesh, tolerance=spec.tolerance)
     return plan if auto is None else auto.recorded(plan)
 
 

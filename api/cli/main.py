@@ -6,6 +6,7 @@ run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.catalogue import add_catalogue_commands, print_versions
+from api.cli.defaults import with_assumed
 from api.cli.former_names import CommandsWithFormerNames
 from api.cli.headings import CommandWithHeadings
 from api.cli.options import (
@@ -77,7 +79,7 @@ def shardplan(
 
 
 @app.command("plan", cls=CommandWithHeadings)
-@takes_job_options()
+@takes_job_options(defaults={"cluster": None})
 def plan_command(
     model: Model,
     options: dict[str, Any],
@@ -88,13 +90,18 @@ def plan_command(
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
-    """Plan how MODEL is trained, or run, on a cluster."""
+    """Plan how MODEL is trained, or run, on a cluster.
+
+    A cluster, batch or sequence length that is left out is assumed, and printed.
+    """
     with reported(as_json):
         check_run_cost(tokens, price)
         if output is not None:
             check_writable(output)
         limits = {name: options.pop(name) for name in ("time_limit_s", "jobs")}
+        options, assumed = with_assumed(model, options)
         plan = plan_of(request_of(model=model, **options), use_cache=not no_cache, **limits)
+        plan = dataclasses.replace(plan, assumed=assumed)
         if output is not None:
             save_plan(plan, output)
         print_plan(plan, as_json=as_json, details=details, tokens=tokens, price=price, file=output)

@@ -68,7 +68,7 @@ def takes_job_options(
         without: fields of `JobSpec` that become no option.
         only: fields of `JobSpec` that become options; empty: all that are not in ``without``.
         optional: whether every option may be left out; ``options`` then has no entry for it.
-        defaults: field -> default of its option, where it differs from the field's default.
+        defaults: field -> default of its option, where it differs from the field's, or where the field has none.
     """
     fields = [item for item in spec_fields() if item.name not in without and (not only or item.name in only)]
 
@@ -100,7 +100,9 @@ def _parameter(item: SpecField, optional: bool, defaults: Mapping[str, Any]) -> 
         flags = [f"{item.flag}/--no-{item.flag.removeprefix('--')}"]
     if item.default == () or optional:
         type_, default = type_ | None, None
-    if item.required and not optional:
+    if item.required and item.name in defaults:
+        type_ = type_ | None
+    elif item.required and not optional:
         default = inspect.Parameter.empty
     option = typer.Option(*flags, help=item.option.help, rich_help_panel=item.option.heading)
     return inspect.Parameter(

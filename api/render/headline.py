@@ -27,6 +27,11 @@ def headline(plan: ShardingPlan) -> list[str]:
     return [*fold(f"{plan.model or 'A model'} on {_devices(plan)}"), *fold(_job(plan.job))]
 
 
+def assumed(plan: ShardingPlan) -> list[str]:
+    """Return lines that say what the job lacked and the planner assumed; none where it lacked nothing."""
+    return [line for text in plan.assumed for line in fold(text, "assumed: ")]
+
+
 def warnings(plan: ShardingPlan) -> list[str]:
     """Return lines that warn of what makes a plan slow or fragile; none where nothing does."""
     return [line for text in _warnings(plan) for line in fold(text, "Warning: ")]

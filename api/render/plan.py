@@ -10,7 +10,7 @@ from rich.text import Text
 
 from api.render.comparison import comparison_lines, optimality_lines
 from api.render.details import detail_lines, row_lines, stage_lines
-from api.render.headline import LOUD_NOTES, figures, headline, warnings
+from api.render.headline import LOUD_NOTES, assumed, figures, headline, warnings
 from api.render.layout_lines import layout_lines
 from api.render.mesh_lines import mesh_lines
 from api.render.run_cost import cluster_of, device_word
@@ -68,7 +68,7 @@ def plan_lines(
 ) -> list[str]:
     """Return a plan as lines of at most 80 columns; the arguments are those of `show_plan`."""
     loud = warnings(plan)
-    parts = [[*headline(plan), *loud], figures(plan, cost), mesh_lines(plan), layout_lines(plan)]
+    parts = [[*headline(plan), *assumed(plan), *loud], figures(plan, cost), mesh_lines(plan), layout_lines(plan)]
     if plan.pipeline is not None:
         parts.append(stage_lines(plan.pipeline))
     if plan.estimate is not None:

@@ -69,6 +69,16 @@ def call_factory(text: str, *, batch: int | None, seq: int | None) -> FactoryRes
     )
 
 
+def needs_batch(text: str) -> bool:
+    """Return whether the factory ``text`` has a parameter ``batch`` without a default.
+
+    Raises:
+        ModelError: the factory cannot be imported.
+    """
+    parameter = inspect.signature(_find(text)).parameters.get("batch")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
 def _inputs(text: str, inputs: object) -> tuple[Any, ...] | dict[str, Any] | None:
     if inputs is None or isinstance(inputs, tuple):
         return inputs

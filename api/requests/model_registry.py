@@ -117,6 +117,21 @@ def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
     return source
 
 
+def full_config(config: ModelConfig) -> tuple[dict[str, Any], bool]:
+    """Return a config with the defaults of its class, and whether its model takes sequences, which is not built.
+
+    Raises:
+        ModelError: the config is of no known model, or its values contradict each other.
+    """
+    with quiet_libraries():
+        hf_config = _hf_config(config)
+        return hf_config.to_dict(), _takes_seq(_model_class(config, hf_config)[0])
+
+
+def _takes_seq(model: nn.Module | type[nn.Module]) -> bool:
+    return getattr(model, "main_input_name", "input_ids") != "pixel_values"
+
+
 def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSource:
     result = call_factory(spec, batch=batch, seq=seq)
     if result.example_inputs is None:
@@ -163,7 +178,7 @@ def _from_config(config: ModelConfig, *, seq: int | None) -> ModelSource:
 
 def _hugging_face(name: str, module: nn.Module, *, seq: int | None, notes: tuple[str, ...]) -> ModelSource:
     """Return the source of a Hugging Face model, whose example inputs follow from its config."""
-    takes_seq = getattr(module, "main_input_name", "input_ids") != "pixel_values"
+    takes_seq = _takes_seq(module)
     if seq is not None and takes_seq:
         notes += _check_positions(name, module, seq)
     elif seq is not None:

@@ -142,6 +142,8 @@ class PlanDocument(_Document):
     """Fingerprints of what the plan is for: "model", a structural hash, and "torch", the minor version."""
     timings: dict[str, float] = {}
     """Seconds of each planning stage."""
+    assumed: list[str] = []
+    """What the job lacked and the planner assumed, with the reason of each."""
     notes: list[str] = []
     """Remarks for the reader of the plan."""
 

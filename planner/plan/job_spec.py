@@ -18,6 +18,8 @@ from planner.errors import JobError
 from planner.plan.techniques import TechniqueChoice, TechniqueFlags, check_techniques, with_technique_list
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from cost_model import ClusterSpec
     from cost_model.hardware.devices import DeviceSpec
     from cost_model.layouts.layout import MeshSpec
@@ -267,7 +269,7 @@ class JobOptions(TypedDict, total=False):
     cluster: str | ClusterSpec | Mapping[str, Any]
     batch: int | None
     seq: int | None
-    mesh: str | MeshSpec | None
+    mesh: str | MeshSpec | DeviceMesh | None
     memory_gb: float | None
     headroom: float
     phase: JobPhase

@@ -112,6 +112,7 @@ class ShardingPlan:
         cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
         timings: planning stage ("trace_s", "solve_s", ...) -> seconds.
+        assumed: what the job lacked and the planner assumed, such as "batch 8: one sample for each device".
         notes: remarks for the reader of the plan.
         format_version: version of the file format.
     """
@@ -141,6 +142,7 @@ class ShardingPlan:
     cluster: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -163,7 +165,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in (*_LISTS, "notes", "baselines", "techniques"):
+        for name in (*_LISTS, "assumed", "notes", "baselines", "techniques"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -283,6 +285,7 @@ class ShardingPlan:
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),
             "timings": dict(self.timings),
+            "assumed": list(self.assumed),
             "notes": list(self.notes),
         }
 

@@ -28,7 +28,7 @@ def test_every_field_has_a_help_text_that_is_a_sentence() -> None:
 
 def test_the_keywords_for_type_checkers_are_the_fields() -> None:
     assert JobOptions.__annotations__.keys() == FIELDS.keys()
-    names = {"ClusterSpec": Any, "MeshSpec": Any}
+    names = {"ClusterSpec": Any, "MeshSpec": Any, "DeviceMesh": Any}
     options = typing.get_type_hints(JobOptions, localns=names)
     wider = {"dtype", "reduce_dtype", "pins", "data_axes", "techniques"}
     assert {name for name, item in FIELDS.items() if options[name] != item.type} == wider
@@ -37,7 +37,7 @@ def test_the_keywords_for_type_checkers_are_the_fields() -> None:
 def test_build_plan_shows_the_fields_with_their_defaults_and_help() -> None:
     parameters = inspect.signature(build_plan).parameters
     for name, item in FIELDS.items():
-        assert parameters[name].default == (inspect.Parameter.empty if item.required else item.default)
+        assert parameters[name].default == (None if item.required else item.default)
         assert f"{name}: {item.option.help}" in (build_plan.__doc__ or "")
     assert parameters.keys() - FIELDS.keys() == {"model", "example_inputs", "tp_plan", "progress"}
 
