@@ -14,6 +14,7 @@ regions/         ops that choose their layouts together; blocks
 wire/            a traced graph as JSON
 graph/           a module is traced to a graph
 ilp/             the integer program and its solvers; knows no graph
+imported/        plans of other libraries
 plan/            the plan, the job and the estimate as data
 model_rewrites/  modules that are replaced, for tracing and for running
 
@@ -37,6 +38,9 @@ _HOMES = {
     "build_plan": "planner.build",
     "estimate_plan": "planner.writing.reprice",
     "explain": "planner.explanation",
+    "plan_from_distributed_config": "planner.imported.distributed_config",
+    "plan_from_styles": "planner.imported.parallel_styles",
+    "plan_from_tp_plan": "planner.imported.tp_plans",
     "fuse_projections": "planner.model_rewrites.fuse_projections",
     "trace_module": "planner.graph.trace_module",
     "unfuse_state_dict": "planner.model_rewrites.fuse_projections",
