@@ -19,9 +19,9 @@ from executor.ops.attention import attention
 from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
-from executor.ops.embedding import embedding
-from executor.ops.embedding_bag import embedding_bag
 from executor.ops.linear import linear
+from executor.ops.lookups.embedding import embedding
+from executor.ops.lookups.embedding_bag import embedding_bag
 from executor.ops.where import where
 from executor.redistribute import Redistributor
 
