@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,22 +28,28 @@ def parallelize_module(
     parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
     *,
     src_data_rank: int | None = 0,
+    example_inputs: Any = None,
+    **options: Any,
 ) -> nn.Module:
     """Return ``module``, changed in place as torch's styles say; calls of torch's function run unchanged.
 
     The styles become a `ShardingPlan` (`planner.imported.parallel_styles`), so that gradients come out reduced, and
-    what is wrong is an error before anything changes.
+    what is wrong is an error before anything changes. Without styles, where torch does nothing, the module is planned
+    for the mesh by `planner.auto_parallelize`.
 
     Args:
         module: a module, plain where the styles name parameters. Other parts of it may be sharded already.
         device_mesh: a mesh of one axis; None: the mesh of the context (``with mesh:``).
         parallelize_plan: FQN pattern -> style, or the style of ``module`` itself. A key that matches nothing is skipped
-            with a warning, as in torch.
+            with a warning, as in torch. None: the fastest plan on the mesh.
         src_data_rank: as for ``shard_module``.
+        example_inputs: without styles: as for `build_plan`.
+        options: without styles: the fields of `JobSpec`.
 
     Raises:
         MeshError: no mesh, or one of several axes.
         PlanError: styles that do not fit the module; the message names style and key.
+        PlannerError: without styles: there is no plan.
     """
     mesh = device_mesh or current_mesh()
     if mesh is None:
@@ -50,11 +57,19 @@ def parallelize_module(
             "parallelize_module got no device mesh, and is in the context of none.",
             what_to_do="Pass device_mesh, or call it inside `with mesh:`.",
         )
+    if parallelize_plan is None and src_data_rank == 0:
+        # Planning needs the whole planner, which stands above the executor.
+        from planner.auto_parallelize import auto_parallelize
+
+        return auto_parallelize(module, example_inputs, mesh=mesh, **options)
+    if options or example_inputs is not None:
+        given = [*options, *([] if example_inputs is None else ["example_inputs"])]
+        raise TypeError(f"parallelize_module takes {', '.join(given)} without a parallelize_plan only")
     if not isinstance(parallelize_plan, (ParallelStyle, Mapping)):
         raise PlanTypeError(
             f"parallelize_module got {type(parallelize_plan).__name__} as its parallelize_plan.",
             field="parallelize_plan",
-            what_to_do="Give a ParallelStyle, or a dict from FQN to ParallelStyle.",
+            what_to_do="Give a ParallelStyle, or a dict from FQN to one; or none and no src_data_rank, to plan.",
         )
     if isinstance(parallelize_plan, ParallelStyle) and type(parallelize_plan) not in STYLES:
         # A style of the user's own for the root needs nothing of ours.

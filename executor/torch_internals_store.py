@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-__all__ = ["HashStore", "PrefixStore", "Store", "default_store", "put"]
+__all__ = ["HashStore", "PrefixStore", "Store", "default_store", "put", "timeout_s_of"]
 
 
 def default_store() -> Store | None:
@@ -19,3 +19,8 @@ def default_store() -> Store | None:
 def put(store: Store, key: str, value: bytes) -> None:
     """Set ``key`` of ``store`` to ``value``: torch takes bytes, and declares text."""
     store.set(key, value)  # type: ignore[arg-type]
+
+
+def timeout_s_of(store: Store) -> float:
+    """Return the time limit of ``store``'s requests in seconds, which is that of its process group."""
+    return float(store.timeout.total_seconds())  # type: ignore[attr-defined]

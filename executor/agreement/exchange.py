@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from executor.torch_internals_store import Store, default_store
+from executor.torch_internals_store import Store, default_store, timeout_s_of
 from planner.errors import RanksError
 
 Judge = Callable[[Mapping[int, str]], str]
@@ -46,7 +46,7 @@ class Exchange:
     @property
     def group_timeout_s(self) -> float:
         """Time limit of the process group, in seconds."""
-        return float(self.store.timeout.total_seconds())
+        return timeout_s_of(self.store)
 
     def publish(self, purpose: str, text: str, judge: Judge) -> str | None:
         """Hand in this rank's text without waiting for the others; return the verdict if this rank is the last."""

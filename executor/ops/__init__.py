@@ -3,7 +3,7 @@
 calls on DTensors, sent to these ops    dispatch.OwnOps
 attention                               attention
 linear layers                           linear
-embedding, cross entropy, fused ops     embedding, cross_entropy, fused
+embeddings, cross entropy, fused ops    lookups, cross_entropy, fused
 experts and their tokens                experts, token_exchange, grouped_gemm
 ops that update buffers                 buffers/
 gradients accumulated inside GEMMs      shared_input_linears

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor.ops.embedding import split_offset
+from executor.ops.lookups.embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError

@@ -21,9 +21,9 @@ from executor.ops.buffers.plain_writes import write_to_plain
 from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
-from executor.ops.embedding import embedding
-from executor.ops.embedding_bag import embedding_bag
 from executor.ops.linear import linear
+from executor.ops.lookups.embedding import embedding
+from executor.ops.lookups.embedding_bag import embedding_bag
 from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor.ops.embedding import split_offset
 from executor.ops.grouped_gemm import GroupedGemm
+from executor.ops.lookups.embedding import split_offset
 from executor.ops.token_exchange import RoutedRows, TokenExchange, exchange_rows
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import local_of, make_dtensor, run_function

@@ -7,6 +7,7 @@ redistribute such tensors. Here the local tensors are flattened instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -91,6 +92,11 @@ def weight_gradients(
     return own_weight, own_bias
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` [..., n] as rows, [rows, n]; the last chunk of an uneven shard may be empty (n = 0)."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
 def contiguous_dtensor(
     redistributor: Redistributor, local: torch.Tensor, layout: Layout, shape: Sequence[int]
 ) -> DTensor:
@@ -135,8 +141,3 @@ class _Linear(torch.autograd.Function):
             redistributor, grad_out, x, ctx.weight_shape, layouts, bias=needs_bias
         )
         return grad_x, grad_weight, grad_bias, None, None
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` [..., features] as [rows, features]; a shard may be empty along either dim."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout
 from executor import torch_internals
-from executor.ops.embedding import split_offset
+from executor.ops.lookups.embedding import split_offset
 from executor.redistribute import Redistributor
 
 

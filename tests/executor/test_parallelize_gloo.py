@@ -2,7 +2,7 @@
 
 The cases are those of torch's ``test_parallelize_api.py`` and ``test_tp_examples.py``. What differs:
 
-- ``empty_plan``: torch warns and does nothing. Here a call without styles plans, or says what it needs to.
+- ``empty_plan``: torch warns and does nothing. Here a call without styles plans, or says that it needs inputs.
 - ``transformer_training``: torch counts 30 all-reduces in the optimizer's step under sequence parallelism, because the
   gradients of norms stay partial. Here the backward has reduced them. The cases with float64 are left out: a plan
   computes in one of the dtypes of a job, which are fp32, bf16 and fp16.
@@ -39,8 +39,8 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from executor import parallelize_module
-from planner.errors import KeyConflictError, MeshError, PlanTypeError
+from executor import local_micro_batches, parallelize_module, plan_of
+from planner.errors import KeyConflictError, MeshError, PlannerError, PlanTypeError
 from planner.imported.parallel_styles import plan_from_styles
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
@@ -483,6 +483,37 @@ def case_the_plan_is_saved_and_read(mesh: DeviceMesh) -> None:
     styles = {"net1": ColwiseParallel(), "net2": RowwiseParallel(output_layouts=Shard(0))}
     plan = plan_from_styles(Mlp(), PlanMesh.parse("tp=4"), styles).plan
     assert ShardingPlan.from_dict(plan.to_dict()) == plan
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.mlp(x), y)
+
+
+def case_no_styles_are_planned(mesh: DeviceMesh) -> None:
+    local = Regression()
+    inputs = (torch.randn(16, 10), torch.randn(16, 10))
+    sharded = parallelize_module(copy.deepcopy(local), mesh, example_inputs=inputs, micro_batches=1)
+    plan = plan_of(sharded)
+    assert plan.mesh.shape == (RANKS,)
+    (part,) = local_micro_batches(sharded, inputs)
+    expected, loss = local(*inputs), sharded(*part)
+    close(loss, expected)
+    expected.backward()
+    loss.backward()
+    for name, parameter in local.named_parameters():
+        close(sharded.get_parameter(name).grad, parameter.grad, name, scale=float(parameter.grad.abs().max()))
+
+
+def case_no_styles_and_no_inputs(mesh: DeviceMesh) -> None:
+    with pytest.raises(PlannerError, match="example_inputs"):
+        parallelize_module(nn.Linear(10, 16), mesh)
+    with pytest.raises(TypeError, match="example_inputs without a parallelize_plan"):
+        parallelize_module(nn.Linear(10, 16), mesh, ALL_GATHERED, example_inputs=(torch.ones(2, 10),))
 
 
 def case_what_is_wrong_is_said(mesh: DeviceMesh) -> None:

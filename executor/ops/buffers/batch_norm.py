@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor.ops.embedding import split_offset
+from executor.ops.lookups.embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import all_gather, local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError

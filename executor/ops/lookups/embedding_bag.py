@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor.ops.embedding import gradient_layouts, output_layout, split_offset
+from executor.ops.lookups.embedding import gradient_layouts, output_layout, split_offset
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
