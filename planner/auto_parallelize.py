@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model import ClusterSpec
-from executor.launch.exchange import Exchange
+from executor.launch.exchange import PlanExchange
 from executor.launch.program import Program, join_program, start_group
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
@@ -69,7 +69,7 @@ def auto_parallelize(
     device_mesh = options.get("mesh")
     ranks = device_mesh.mesh.flatten().tolist() if isinstance(device_mesh, DeviceMesh) else None
     program, local = join_program(ranks), local_devices()
-    exchange = Exchange(program)
+    exchange = PlanExchange(program)
     places = exchange.gather(json.dumps([socket.gethostname(), dataclasses.asdict(local)]).encode())
 
     def planned() -> bytes:

@@ -1,4 +1,4 @@
-"""`Exchange`: values of all ranks for the first one, and the first one's answer for all, through their store.
+"""`PlanExchange`: values of all ranks for the first one, and the first one's answer for all, through their store.
 
 Collectives have time limits that planning may exceed, and need a process group, in which no plan can be verified. The
 store has neither. While the first rank works, a thread of it counts up a beat, by which the others know that it lives.
@@ -33,7 +33,7 @@ GATHER_S = 600.0
 """Seconds that all ranks have to come to the first call: they may still read weights."""
 
 
-class Exchange:
+class PlanExchange:
     """One round of values and answer. All ranks of a program make the same number of them, in the same order."""
 
     def __init__(self, program: Program) -> None:

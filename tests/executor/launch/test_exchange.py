@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from cost_model.hardware.reading import ClusterError
 from executor.launch import exchange
-from executor.launch.exchange import Exchange
+from executor.launch.exchange import PlanExchange
 from executor.launch.program import Program, join_program
 from planner.errors import JobError, PlanError, PlannerError
 
 
-def on_ranks(ranks: tuple[int, ...], call: Callable[[Exchange, int], Any]) -> list[Any]:
+def on_ranks(ranks: tuple[int, ...], call: Callable[[PlanExchange, int], Any]) -> list[Any]:
     """Return the result of ``call(exchange, rank)`` of each rank, or what it raised."""
     store = dist.HashStore()
 
     def on_rank(rank: int) -> Any:
         try:
-            return call(Exchange(Program(rank=rank, ranks=ranks, store=store)), rank)
+            return call(PlanExchange(Program(rank=rank, ranks=ranks, store=store)), rank)
         except Exception as error:  # noqa: BLE001 - it is the result
             return error
 
@@ -33,7 +33,7 @@ def on_ranks(ranks: tuple[int, ...], call: Callable[[Exchange, int], Any]) -> li
 
 
 def test_the_first_rank_gets_all_values_and_all_ranks_its_answer() -> None:
-    def call(own: Exchange, rank: int) -> tuple[list[bytes], bytes]:
+    def call(own: PlanExchange, rank: int) -> tuple[list[bytes], bytes]:
         time.sleep(0.02 * rank)
         values = own.gather(str(rank).encode())
         return values, own.from_first(lambda: b"from %d" % rank)
@@ -46,7 +46,7 @@ def test_rounds_do_not_mix() -> None:
     programs = [Program(rank=rank, ranks=(0, 1), store=store) for rank in (0, 1)]
     for answer in (b"first", b"second"):
         with ThreadPoolExecutor(2) as pool:
-            answers = pool.map(lambda program, what=answer: Exchange(program).from_first(lambda: what), programs)
+            answers = pool.map(lambda program, what=answer: PlanExchange(program).from_first(lambda: what), programs)
             assert list(answers) == [answer, answer]
 
 
@@ -94,13 +94,13 @@ def test_a_first_rank_that_died_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(exchange, "LOOKS_S", (0.01, 0.05))
     store = dist.HashStore()
     with pytest.raises(PlanError, match="Rank 4, which plans for all, has given no sign of life"):
-        Exchange(Program(rank=7, ranks=(4, 7), store=store)).from_first(lambda: b"")
+        PlanExchange(Program(rank=7, ranks=(4, 7), store=store)).from_first(lambda: b"")
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "GATHER_S", 0.1)
     with pytest.raises(PlanError, match="Of 3 ranks, 1, 2 did not call this"):
-        Exchange(Program(rank=0, ranks=(0, 1, 2), store=dist.HashStore())).gather(b"")
+        PlanExchange(Program(rank=0, ranks=(0, 1, 2), store=dist.HashStore())).gather(b"")
 
 
 def test_a_process_of_its_own_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
