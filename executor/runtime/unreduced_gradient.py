@@ -101,6 +101,10 @@ class UnreducedGradient(DTensor):
     def _spec(self) -> TensorSpec:  # type: ignore[override]
         return spec_of(cast(DTensor, self._parameter)) if self._value is None else spec_of(self._value)
 
+    def __tensor_flatten__(self) -> Any:
+        """Return no tensors while the gradient is unreduced: who counts memory must not make it reduce."""
+        return ([], None) if self._value is None else super().__tensor_flatten__()
+
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
         """Return the whole reduced gradient, as `DTensor.full_tensor` does."""
         return self.reduced().full_tensor(**kwargs)
