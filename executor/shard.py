@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from executor.agreement.batches import attach_batch_check
-from executor.agreement.before_sharding import ShardingAgreement
+from executor.agreement.before_sharding import Agreed, ShardingAgreement
 from executor.agreement.exchange import Exchange
 from executor.ops.attention_kernels import use_kernel
 from executor.ops.dispatch import OwnOps
@@ -35,7 +35,7 @@ from executor.runtime.local_outputs import attach_local_outputs
 from executor.runtime.optimizer_steps import watch_optimizers
 from executor.runtime.parameter_guard import ParameterGuard
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
-from executor.runtime.random_state import RandomState, agreed_seed, attach_random_state
+from executor.runtime.random_state import RandomState, attach_random_state, drawn_seed
 from executor.runtime.root.added_parameters import refuse_plain_parameters
 from executor.runtime.root.eager_only import keep_eager
 from executor.runtime.root.root_arguments import attach_root_arguments
@@ -49,6 +49,8 @@ from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
+
+_ON_META = Agreed(values_from_source=False, seed=0)
 
 
 @accepts_other_plans
@@ -95,8 +97,8 @@ def shard_module(
     agreement = ShardingAgreement(exchange=Exchange.of(device_mesh), timeout_s=agreement_timeout_s)
     check_member(device_mesh)
     resolved = agreement.checked(lambda: _checked(module, device_mesh, plan, named_sharders, src_data_rank))
-    values_from_source = agreement.agree(
-        module, device_mesh, plan, sharders=named_sharders, src_data_rank=src_data_rank
+    agreed = agreement.agree(
+        module, device_mesh, plan, sharders=named_sharders, src_data_rank=src_data_rank, seed=drawn_seed()
     )
     if plan.job.fused_projections or resolved.sharders:
         with restored_on_error(module) if resolved.sharders else nullcontext():
@@ -113,7 +115,7 @@ def shard_module(
             PhaseTracker(),
             src_data_rank=src_data_rank,
             replacements=replacements,
-            values_from_source=values_from_source,
+            agreed=agreed,
         )
     except Exception as error:
         error.add_note(
@@ -155,19 +157,22 @@ def _shard(
     *,
     src_data_rank: int | None,
     replacements: Collection[nn.Module] = (),
-    values_from_source: bool = False,
+    agreed: Agreed = _ON_META,
     on_meta: bool = False,
 ) -> nn.Module:
     plan, job = resolved.plan, resolved.plan.job
     # Inference updates no parameter, so it needs no copy in a wider dtype.
     stored_dtype = None if job.phase == "training" else resolved.compute_dtype
-    place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype, values_from_source=values_from_source)
+    from_source = agreed.values_from_source
+    place_parameters(
+        resolved, src_data_rank=src_data_rank, dtype=stored_dtype, values_from_source=agreed.values_from_source
+    )
     place_buffers(
         module,
         resolved.device_mesh,
         src_data_rank,
         outside=replacements,
-        values_from_source=values_from_source,
+        values_from_source=from_source,
     )
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
@@ -175,7 +180,7 @@ def _shard(
     linear = SharedInputLinears() if job.fused_ops else None
     outside_fsdp = resolved.parameters_outside_fsdp()
     cast_parameters = ComputeDtypeParameters(outside_fsdp, resolved.compute_dtype)
-    random = RandomState(resolved.device_mesh, 0 if on_meta else agreed_seed(resolved.device_mesh))
+    random = RandomState(resolved.device_mesh, agreed.seed)
     attach_random_state(module, random)
     contexts = RunContexts(
         phases=phases,
@@ -192,7 +197,7 @@ def _shard(
     concatenate_mla_keys(module)
     batch_norm_for_sync(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
-    form = BatchForm(job.batch // plan.micro_batches if job.batch else None)
+    form = BatchForm(job.batch // plan.micro_batches if job.batch else None, is_planned=plan.solver is not None)
     attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)
@@ -225,5 +230,10 @@ def _shard(
     refuse_plain_parameters(module)
     if not on_meta:
         keep_eager(module)
-    ParameterGuard(module, reduction, "meta" if on_meta else resolved.device_mesh.device_type)
+    ParameterGuard(
+        module,
+        reduction,
+        "meta" if on_meta else resolved.device_mesh.device_type,
+        may_tie=plan.solver is None,
+    )
     return module

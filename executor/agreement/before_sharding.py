@@ -33,6 +33,19 @@ _SLOW = "See their own output. If they are only slow, for instance in reading we
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What all ranks have agreed on.
+
+    Attributes:
+        values_from_source: whether ranks whose parameters are on meta get values from the source rank.
+        seed: the first rank's seed of the module's random ops.
+    """
+
+    values_from_source: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingAgreement:
     """The exchanges of one call of ``shard_module``.
 
@@ -60,8 +73,9 @@ class ShardingAgreement:
         *,
         sharders: Mapping[str, Sharder],
         src_data_rank: int | None,
-    ) -> bool:
-        """Return whether ranks whose parameters are on meta get values from the source rank. All ranks call this.
+        seed: int,
+    ) -> Agreed:
+        """Return what the ranks agree on. All ranks call this.
 
         Args:
             module: the module, not yet changed.
@@ -69,12 +83,13 @@ class ShardingAgreement:
             plan: the plan.
             sharders: name -> Sharder.
             src_data_rank: index along each axis of the source rank; None: each rank uses its own values.
+            seed: a seed that this rank has drawn.
 
         Raises:
             RanksError: the ranks differ, one has failed its checks, or one has not come. All ranks raise it.
         """
         if self.exchange is None:
-            return False
+            return Agreed(values_from_source=False, seed=seed)
         rows = rows_of(module, device_mesh, plan, sharders=sharders, src_data_rank=src_data_rank)
         on_meta = meta_names(module)
         statement = {
@@ -82,6 +97,7 @@ class ShardingAgreement:
             "on_meta": digest(on_meta),
             "meta_count": f"{len(on_meta)} tensors",
             "has_values": not on_meta,
+            "seed": seed,
         }
         source = None if src_data_rank is None else int(device_mesh.mesh[(src_data_rank,) * device_mesh.ndim])
         verdict = json.loads(self._verdict(_CHECKS, {"source": source} | statement, _judge_statements, self.timeout_s))
@@ -91,7 +107,7 @@ class ShardingAgreement:
             self._raise_differences(verdict["differing"], rows)
         if verdict["meta_counts"]:
             raise _meta_error({int(rank): count for rank, count in verdict["meta_counts"].items()}, source)
-        return bool(verdict["from_source"])
+        return Agreed(values_from_source=bool(verdict["from_source"]), seed=int(verdict["seed"]))
 
     def sharders_applied(self, apply: Callable[[], T]) -> T:
         """Return the result of ``apply``, which calls Sharders; if they fail on one rank, all ranks raise an error."""
@@ -148,6 +164,7 @@ def _judge_statements(texts: Mapping[int, str]) -> str:
     verdict: dict[str, Any] = {"failed": _failure(statements), "differing": {}, "meta_counts": {}, "from_source": False}
     if verdict["failed"] is not None:
         return json.dumps(verdict)
+    verdict["seed"] = statements[min(statements)]["seed"]
     for subject in next(iter(statements.values()))["digests"]:
         digests = {rank: statement["digests"][subject] for rank, statement in statements.items()}
         if len(set(digests.values())) > 1:

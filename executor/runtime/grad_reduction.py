@@ -110,7 +110,7 @@ class GradientReduction:
                 still partial on axes outside the group. ``fully_shard`` labels it with the parameter's placements.
         """
         self._parameters += tuple(
-            parameter for parameter in parameters if parameter.is_floating_point() and not _is_attached(parameter)
+            parameter for parameter in parameters if parameter.is_floating_point() and not is_attached(parameter)
         )
         self._reduce_scattered.update(reduce_scattered or {})
         self.hook_again()
@@ -348,7 +348,8 @@ def _has_stored_layout(parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
     return isinstance(gradient, DTensor) and tuple(gradient.placements) == tuple(cast(DTensor, parameter).placements)
 
 
-def _is_attached(parameter: nn.Parameter) -> bool:
+def is_attached(parameter: nn.Parameter) -> bool:
+    """Return whether a sharded module reduces the gradient of ``parameter``."""
     hooks = post_accumulate_hooks(parameter)
     return any(isinstance(getattr(hook, "__self__", None), GradientReduction) for hook in hooks)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from executor.runtime.grad_reduction import GradientReduction
+from executor.runtime.grad_reduction import GradientReduction, is_attached
 from planner.errors import PlanMismatchError
 
 _guards: MutableMapping[nn.Module, ParameterGuard] = weakref.WeakKeyDictionary()
@@ -29,16 +29,19 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 class ParameterGuard:
     """Keeps the parameters of one sharded module those that the plan runs."""
 
-    def __init__(self, root: nn.Module, reduction: GradientReduction, device_type: str) -> None:
+    def __init__(self, root: nn.Module, reduction: GradientReduction, device_type: str, *, may_tie: bool) -> None:
         """Guard all modules in ``root``, after all of its parameters have been placed.
 
         Args:
             root: the sharded module.
             reduction: reduces the gradients of its parameters.
             device_type: device type of the mesh.
+            may_tie: whether a parameter may become another one of a sharded module, in the same layout. A planned
+                module computes with its parameters in layouts that hooks hold.
         """
         self._reduction = reduction
         self._device_type = device_type
+        self._may_tie = may_tie
         self._is_converting = False
         self._names = {
             module: frozenset(name for name, p in module._parameters.items() if isinstance(p, DTensor))
@@ -72,8 +75,10 @@ class ParameterGuard:
 
     def check_registration(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """Raise PlanMismatchError if ``parameter`` replaces one that the plan shards."""
-        is_new = parameter is not module._parameters.get(name)
-        if is_new and name in self._names[module] and not self._is_converting:
+        before = module._parameters.get(name)
+        if parameter is before or name not in self._names[module] or self._is_converting:
+            return
+        if not (self._may_tie and parameter is not None and _is_tie(before, parameter)):
             raise _replaced(module, name)
 
     def _changes(self, module: nn.Module, fn: Convert, recurse: bool) -> bool:
@@ -137,6 +142,18 @@ class ParameterGuard:
             for name in names:
                 if not isinstance(module._parameters.get(name), DTensor):
                     raise _replaced(module, name)
+
+
+def _is_tie(before: nn.Parameter | None, parameter: nn.Parameter) -> bool:
+    """Return whether ``parameter`` is one of a sharded module, in the layout that ``before`` has."""
+    return (
+        isinstance(before, DTensor)
+        and isinstance(parameter, DTensor)
+        and is_attached(parameter)
+        and parameter.shape == before.shape
+        and parameter.device_mesh == before.device_mesh
+        and parameter.placements == before.placements
+    )
 
 
 class _GuardedApply:

@@ -19,10 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from executor.torch_internals import local_of
 from executor.torch_internals_random import default_generators, random_ops_run_in
 from planner.errors import PlanTypeError
 
@@ -120,12 +118,10 @@ def _mixed(seed: int, index: int) -> int:
     return (value ^ (value >> 31)) % _SEEDS
 
 
-def agreed_seed(mesh: DeviceMesh) -> int:
-    """Return a seed that follows from the default generator of the first rank of ``mesh``; no generator advances."""
+def drawn_seed() -> int:
+    """Return a seed that follows from this process's default generator, which does not advance."""
     with torch.random.fork_rng(devices=()):
-        drawn = torch.randint(_SEEDS - 1, (), dtype=torch.int64, device="cpu").to(mesh.device_type)
-    agreed = distribute_tensor(drawn, mesh, [Replicate()] * mesh.ndim, src_data_rank=0)
-    return int(local_of(agreed).item())
+        return int(torch.randint(_SEEDS - 1, (), dtype=torch.int64, device="cpu").item())
 
 
 _of_module: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()

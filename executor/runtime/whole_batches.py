@@ -37,8 +37,15 @@ class BatchForm:
     There is one object for each sharded module.
     """
 
-    def __init__(self, planned_samples: int | None) -> None:
-        """Take the samples of a global micro-batch in the plan; None: not stated."""
+    def __init__(self, planned_samples: int | None, *, is_planned: bool) -> None:
+        """Start with shards.
+
+        Args:
+            planned_samples: samples of a global micro-batch in the plan; None: not stated.
+            is_planned: whether layouts divide the tensors that the plan was made for. Layouts of the user's own may
+                split unevenly, as torch does, and are kept.
+        """
+        self._is_planned = is_planned
         self.is_whole = False
         self.keeps_logits_sharded = False
         """Whether a result with a loss keeps its other tensors as DTensors, which may be too large to be gathered."""
@@ -52,9 +59,13 @@ class BatchForm:
     def layout(self, layout: Layout, shape: Sequence[int], redistributor: Redistributor) -> Layout:
         """Return ``layout`` with `Replicate` on each axis that does not divide its dim of a tensor of ``shape``.
 
+        Layouts of the user's own are returned as they are.
+
         Dim 0 may be samples x tokens. It stays whole where an axis divides the samples of the plan, but not those of
         this call, because it could not be split into samples again.
         """
+        if not self._is_planned:
+            return layout
         result = self._layout(layout, shape, redistributor)
         if result != layout:
             self.was_uneven = True
