@@ -28,8 +28,9 @@ _TIGHT = 0.7
 """If the least bound in closed form is above this fraction of the cap, it is worth a relaxation whether a plan fits."""
 
 _UNDECIDED = 0.03
-"""If time is up, and the least memory that was found is above the cap and at most this fraction above the bound, no
-plan is searched for. Whether one fits is not proved, and the search for it can take minutes."""
+"""If time is up, the least memory that was found is above the cap by more than `NEAR`, to which it was solved, and its
+bound is within this fraction of it, no plan is searched for. Whether one fits is not proved, and the search for it can
+take minutes."""
 
 _DOUBLINGS = 6
 """Times that the number of nodes is doubled at most, in search of a cluster that is large enough."""
@@ -128,7 +129,8 @@ def find_infeasible(
     search = LeastMemorySearch(planner, constraints.restrict, gap=NEAR, deadline=deadline)
     result = search.run(all_runs(planner, meshes, counts, modes), enough_bytes=cap)
     is_late = time.perf_counter() >= deadline
-    is_undecided = result.least is not None and result.least.nbytes > cap and is_late and result.is_within(_UNDECIDED)
+    is_above = result.least is not None and result.least.nbytes * (1.0 - NEAR) > cap
+    is_undecided = is_above and is_late and result.is_within(_UNDECIDED)
     return result if result.bound_bytes > cap or is_undecided else None
 
 

@@ -102,7 +102,7 @@ def test_a_cap_just_below_the_least_found_is_refused_without_the_search(
     planner, modes, meshes = gpt2._planner, modes_of(gpt2._analysis, None), gpt2._meshes(None, "ilp")
     least = LeastMemorySearch(planner, lambda mesh: None).run(all_runs(planner, meshes, gpt2._counts, modes)).least
     assert least is not None
-    cap = int(0.99 * least.nbytes)
+    cap = int(0.985 * least.nbytes)
 
     def bounded(share: float) -> LeastMemoryResult:
         return LeastMemoryResult(least=least, bound_bytes=share * least.nbytes)
