@@ -80,7 +80,8 @@ def infeasibility_report(
     is_proved = known is None or known.bound_bytes > constraints.memory_bytes
     bound_bytes = max(math.floor(result.bound_bytes), constraints.memory_bytes if is_proved else 0)
     least = result.least
-    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, deadline)
+    # Without a proof the time is spent.
+    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, deadline if is_proved else 0.0)
     return InfeasibleError(
         budget_bytes=constraints.memory_bytes,
         least_bytes=None if least is None else math.ceil(least.nbytes),

@@ -25,6 +25,10 @@ _RESOLUTION = 16
 """The number of lightly checkpointed blocks is found to within the length of the longest list divided by this."""
 
 
+_MOST_PROGRAMS = 6
+"""Integer programs that are solved for one baseline at most."""
+
+
 def mix_checkpointing(
     spec: SearchSpec, result: SearchResult[Candidate], counts: Sequence[int]
 ) -> SearchResult[Candidate]:
@@ -63,10 +67,16 @@ class _Mixing:
         self._spec, self._planner, self._counts = spec, spec.planner, counts
         self._mesh, self._first, self._best = plan.run.mesh, plan, plan
         self._beyond_compute_s: dict[int, float] = {plan.run.micro_batches: self._beyond_compute(plan)}
+        self._programs = 0
         self._length = max((len(blocks) for blocks in self._planner.model.blocks.lists.values()), default=0)
 
     def best(self) -> Candidate:
-        """Return the fastest plan that was found."""
+        """Return the fastest plan that was found.
+
+        A plan that waits for communication longer than it computes stays as it is: nobody would launch it.
+        """
+        if self._beyond_compute(self._first) > self._first.estimate.step_time_s / 2:
+            return self._first
         for mixture in sorted(self._mixtures(), key=lambda each: each.bound_s):
             self._find_most(mixture)
         return self._best
@@ -108,8 +118,9 @@ class _Mixing:
         """Find about the most blocks in the lighter mode that fit, by bisection, and keep the fastest plan."""
         fits, too_many = 0, mixture.most + 1
         while too_many - fits > max(1, self._length // _RESOLUTION) and self._may_gain(mixture):
-            if self._spec.is_over:
+            if self._spec.is_over or self._programs == _MOST_PROGRAMS:
                 return
+            self._programs += 1
             middle = (fits + too_many) // 2
             plan = self._solved(self._run(mixture.micro_batches, mixture.heavier, mixture.lighter, middle))
             if plan is None:
