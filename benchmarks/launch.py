@@ -71,18 +71,20 @@ JOBS = (
 
 JUDGEMENTS = {
     "8b-1x8": (
-        "Launch plain FSDP (`--planner fsdp`) first: it is 3 % slower by a model that errs by 11 %, and has "
-        "one axis. With sequences of 4,096 the planner chooses it by itself."
+        "Launch it: plain FSDP. Selective checkpointing of the first 13 blocks only is what the free memory allows; "
+        "`--ac selective` for all of them costs 3 %, and is simpler to set up."
     ),
     "8b-8x8": (
         "Launch it as it is: plain FSDP without checkpointing. The fastest plan found has two axes and is 1 % "
         "faster, which nobody could measure."
     ),
     "70b-8x8": (
-        "Launch it: plain FSDP with full checkpointing. The fastest plan found is 4 % faster only if all of "
-        "its communication overlaps as planned."
+        "Launch it: plain FSDP, with full checkpointing of as many blocks as it needs and selective of the others."
+        " The fastest plan found is 2 % faster only if all of its communication overlaps as planned."
     ),
-    "70b-32x8": ("Launch it. I would try a larger global batch: with 2 samples per GPU there is one micro-batch."),
+    "70b-32x8": (
+        "Launch it: plain FSDP. `--ac full` costs 4 %, and leaves 33 % of the memory free for what the model leaves out."
+    ),
     "405b-64x8": (
         "Launch it: FSDP with tensor parallelism of 2 and sequence parallelism. Published runs have tensor "
         "parallelism of 8 and pipelines; `--no-executable-only` searches those."
@@ -165,11 +167,12 @@ class Launched:
         if self.baseline_axes is not None and self.axes > self.baseline_axes + 1:
             failures.append(f"{self.axes} axes, the best baseline has {self.baseline_axes}")
         best_s = self.step_time_s if self.fastest_s is None else self.fastest_s
-        limit = WITHIN if self.loses_under else 0.02
-        if self.step_time_s > best_s * (1 + limit):
+        if self.step_time_s > best_s * 1.02:
             failures.append(f"{self.step_time_s / best_s - 1:.1%} slower than the fastest")
         failures += [f"{share:.1%} behind under {name}" for name, share in self.behind.items() if share > WITHIN]
-        times = [price["step_time_s"] for price in self.baselines if price["step_time_s"] is not None]
+        # The bound is that of plans that checkpoint all blocks alike.
+        alike = [price for price in self.baselines if price["ac"] in (None, "none", "selective", "full")]
+        times = [price["step_time_s"] for price in alike if price["step_time_s"] is not None]
         if self.bound_s is not None and times and min(times) < self.bound_s * (1 - 1e-9):
             failures.append(f"a baseline of {min(times):.6g} s is below the bound {self.bound_s:.6g} s")
         return failures
@@ -297,9 +300,9 @@ def markdown(outcomes: Sequence[Launched]) -> str:
         "",
         "Checks that fail:"
         if failures
-        else "No check fails: each plan is within 2 % of the fastest (5 % where the "
-        "fastest loses under a perturbation), has at most one axis more than the best baseline, stays within 5 % under "
-        "each perturbation, and no baseline is faster than the lower bound.",
+        else "No check fails: each plan is within 2 % of the fastest, has at most one axis more than the best "
+        "baseline, stays within 5 % under each perturbation, and no baseline that checkpoints all blocks alike is "
+        "faster than the lower bound.",
         *failures,
         "",
     ]

@@ -309,7 +309,8 @@ class InfeasibleError(PlannerError):
     Attributes:
         budget_bytes: cap on the peak per device.
         least_bytes: peak per device of the smallest plan that was found. None: no plan was found, whatever its memory.
-        bound_bytes: lower bound on the peak per device of every plan. None: it is within 1 % of ``least_bytes``.
+        bound_bytes: lower bound on the peak per device of every plan. None: it is within 1 % of ``least_bytes``. Below
+            ``budget_bytes``: it is not proved that no plan fits.
         largest_tensors: (name, bytes per device), the largest first.
         enough: name of the smallest cluster on which a plan was found to fit. The clusters tried have 2, 4, 8, ...
             times the nodes. None: no plan was found on any of them.
@@ -366,7 +367,8 @@ def _infeasible_detail(
     largest: tuple[tuple[str, int], ...],
     enough: str | None,
 ) -> str:
-    detail = f"No plan fits {_gigabytes(budget_bytes)} per device"
+    is_proved = bound_bytes is None or bound_bytes >= budget_bytes
+    detail = f"No plan {'fits' if is_proved else 'was found that fits'} {_gigabytes(budget_bytes)} per device"
     if least_bytes is not None and bound_bytes is not None:
         detail += (
             f"; at least {_gigabytes(bound_bytes)} per device are needed, and {_gigabytes(least_bytes)} "

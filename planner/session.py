@@ -27,6 +27,7 @@ from planner.search.choice import Choice
 from planner.search.infeasibility import find_infeasible, infeasibility_report, least_memory_run
 from planner.search.least_memory import EXACT, LeastMemoryResult
 from planner.search.mesh_space import modes_of
+from planner.search.mixed_checkpointing import mix_checkpointing
 from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
 from planner.search.pipeline.mesh_argument import no_pipeline
 from planner.search.pipeline.stage_planners import PlannedPipeline
@@ -269,7 +270,8 @@ class PlanningSession(TracedJob):
         if stages is not None:
             return None, search_pipelines(spec, axes=self.spec.axes, only=stages)
         if name != "ilp" or mesh_is_given or self._no_pipeline_reason is not None:
-            return search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous), None
+            result = search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous)
+            return mix_checkpointing(spec, result, counts) if name in baselines.LAUNCHED else result, None
         return search_meshes_and_pipelines(spec, meshes, axes=self.spec.axes, heterogeneous_blocks=heterogeneous)
 
     def _find_infeasible(

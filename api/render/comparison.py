@@ -80,8 +80,13 @@ def _bound(solver: SolverReport, step_s: float | None) -> str:
         return f"Not optimised: the planner {solver.name} drew it."
     if solver.bound_s is None or not step_s:
         return "No bound was proven: nothing says how far the plan is from the best."
-    gap = max(step_s - solver.bound_s, 0.0) / step_s
     space = "the search space" if solver.name in ("ilp", "HiGHS") else f"the planner {solver.name}"
+    if solver.gap is None:
+        return (
+            f"Faster than every plan of {space} that checkpoints all blocks alike: they take at least "
+            f"{duration(solver.bound_s)}. No bound was proven for others."
+        )
+    gap = max(step_s - solver.bound_s, 0.0) / step_s
     within = f"{math.ceil(round(1000 * gap, 3)) / 10:.1f} %"
     bound = f"no plan of {space} takes less than {duration(solver.bound_s)}."
     if solver.status == "time-limit":

@@ -153,8 +153,9 @@ class SolverReport:
         status: "optimal" (the fastest plan is within the relative gap of the job); "time-limit" (the search ended at
             the time limit); "given" (a random plan, not solved for).
         objective_s: objective of the integer program: seconds of the step.
-        bound_s: lower bound on the seconds of a step, over the whole search space.
-        gap: (objective - bound) / objective; None: no bound was proven.
+        bound_s: lower bound on the seconds of a step, over the whole search space. Its plans checkpoint all blocks
+            alike: a plan that does not may be below the bound.
+        gap: (objective - bound) / objective; None: no bound was proven, or the plan is below it.
         time_s: seconds of solving the plan's integer programs.
         meshes: outcome of each mesh that was searched; empty where there was only one mesh.
         fastest_s: seconds of a step under the fastest plan that was found; None: it is this plan.

@@ -16,31 +16,45 @@ CheckpointingMode = Literal["full", "selective"]
 """Activation checkpointing of a block; a block without it has no mode."""
 
 CHECKPOINTING_CHOICES = ("none", "selective", "full")
-_AC_FORMS = "none, selective, full, or selective:K or full:K for the first K blocks of each list"
+_AC_FORMS = (
+    "none, selective, full, or selective:K or full:K for the first K blocks of each list, or full:K,selective for "
+    "selective checkpointing of the others"
+)
 
 
 class Checkpointing(NamedTuple):
-    """A job's ``ac``, parsed: the mode, and how many leading blocks of each list have it; None: all blocks."""
+    """A job's ``ac``, parsed.
+
+    Attributes:
+        mode: the mode of the first blocks of each list.
+        first: how many leading blocks of each list have it; None: all blocks.
+        others: mode of the other blocks.
+    """
 
     mode: str
     first: int | None = None
+    others: str = "none"
 
     @classmethod
     def parse(cls, text: str) -> Checkpointing:
-        """Return ``text``, parsed: "none", "selective", "full", "selective:K" or "full:K".
+        """Return ``text``, parsed: "none", "selective", "full", "selective:K", "full:K" or "full:K,selective".
 
         Raises:
             JobError: ``text`` is none of these.
         """
-        mode, colon, count = text.partition(":")
-        if mode in CHECKPOINTING_CHOICES and not colon:
+        leading, comma, others = text.partition(",")
+        mode, colon, count = leading.partition(":")
+        if mode in CHECKPOINTING_CHOICES and not colon and not comma:
             return cls(mode)
-        if mode in CHECKPOINTING_CHOICES[1:] and count.isascii() and count.isdigit() and int(count) > 0:
-            return cls(mode, int(count))
+        is_mixed = mode == "full" and others == "selective"
+        is_count = count.isascii() and count.isdigit() and int(count) > 0
+        if mode in CHECKPOINTING_CHOICES[1:] and is_count and (is_mixed or not comma):
+            return cls(mode, int(count), others or "none")
         raise JobError(f"ac is {text!r}.", what_to_do=f"Choose {_AC_FORMS}.", field="ac")
 
     def __str__(self) -> str:
-        return self.mode if self.first is None else f"{self.mode}:{self.first}"
+        others = "" if self.others == "none" else f",{self.others}"
+        return self.mode if self.first is None else f"{self.mode}:{self.first}{others}"
 
 
 ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)

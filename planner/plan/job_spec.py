@@ -147,10 +147,10 @@ class JobSpec(TechniqueFlags):
     ac: str | None = field(
         default=None,
         metadata=_about(
-            "Activation checkpointing: none, selective or full; full:8 for the first 8 blocks of each list only. "
-            "Default: chosen.",
+            "Activation checkpointing: none, selective or full; full:8 for the first 8 blocks of each list only; "
+            "full:8,selective for selective checkpointing of the others. Default: chosen.",
             heading=JOB,
-            limits={"pattern": r"^(none|(selective|full)(:[1-9][0-9]{0,3})?)$"},
+            limits={"pattern": r"^(none|(selective|full)(:[1-9][0-9]{0,3})?|full:[1-9][0-9]{0,3},selective)$"},
         ),
     )
     optimizer: str = field(

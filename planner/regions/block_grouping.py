@@ -40,9 +40,12 @@ def group_first_blocks(blocks: Blocks, ac: str, apart: int | None = None) -> Gro
         ac: activation checkpointing as a job states it, such as ``full:8``.
         apart: number of first blocks that differ from the others in more than checkpointing; None: none do.
     """
-    mode, first = Checkpointing.parse(ac)
-    checkpointed = blocks.first(first) if mode != "none" else ()
-    modes: dict[str, CheckpointingMode] = dict.fromkeys(checkpointed, "selective" if mode == "selective" else "full")
+    mode, first, others = Checkpointing.parse(ac)
+    leading = frozenset(blocks.first(first))
+    each = {block: mode if block in leading else others for block in blocks.first(None)}
+    modes: dict[str, CheckpointingMode] = {
+        block: "selective" if chosen == "selective" else "full" for block, chosen in each.items() if chosen != "none"
+    }
     return group_blocks(blocks, modes, apart)
 
 

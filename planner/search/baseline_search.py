@@ -20,6 +20,7 @@ from planner.run.run_results import Candidate
 from planner.search.branch_and_bound import Incumbent, SearchResult, SearchSpec
 from planner.search.infeasibility import least_memory_run
 from planner.search.mesh_search import MeshSearch
+from planner.search.mixed_checkpointing import mix_checkpointing
 from planner.search.worker_context import Restrict
 
 TRAINING = ("ddp", "fsdp", "hsdp", "fsdp-tp")
@@ -141,6 +142,8 @@ def search_baseline(
 def search_even_meshes(spec: SearchSpec, meshes: Sequence[tuple[MeshSpec, list[int]]]) -> SearchResult[Candidate]:
     """Return the fastest plan on ``meshes``, each with numbers of micro-batches of its own.
 
+    On its mesh, plans that checkpoint some blocks less than others are tried as well.
+
     Raises:
         SolverError: time was up before any plan was found.
     """
@@ -154,7 +157,8 @@ def search_even_meshes(spec: SearchSpec, meshes: Sequence[tuple[MeshSpec, list[i
         if plan is not None and (best is None or plan.estimate.step_time_s < best.estimate.step_time_s):
             best = plan
             incumbent.improve(plan.estimate.step_time_s)
-    return SearchResult(plan=best, bound_s=bound_s, complete=complete)
+    result = SearchResult(plan=best, bound_s=bound_s, complete=complete)
+    return result if best is None else mix_checkpointing(spec, result, dict(meshes)[best.run.mesh])
 
 
 def _price(name: str, plan: Candidate) -> BaselinePrice:

@@ -15,7 +15,7 @@ from planner.run.run_planner import RunPlanner
 from planner.search.least_memory import NEAR, LeastMemory, LeastMemoryResult, LeastMemorySearch, all_runs
 from planner.search.worker_context import SearchConstraints
 
-_ANSWER_S = 4.5
+_ANSWER_S = 4.0
 """Seconds that a refusal may take, from the start of tracing. What is not proved by then is reported as a bound."""
 
 _LEAST_S = 1.5
@@ -26,6 +26,11 @@ _CHECK_S = 2.0
 
 _TIGHT = 0.7
 """If the least bound in closed form is above this fraction of the cap, it is worth a relaxation whether a plan fits."""
+
+_UNDECIDED = 0.03
+"""If time is up, the least memory that was found is above the cap by more than `NEAR`, to which it was solved, and its
+bound is within this fraction of it, no plan is searched for. Whether one fits is not proved, and the search for it can
+take minutes."""
 
 _DOUBLINGS = 6
 """Times that the number of nodes is doubled at most, in search of a cluster that is large enough."""
@@ -71,14 +76,16 @@ def infeasibility_report(
         result = least_memory_run(planner, meshes, counts, modes, constraints, gap=NEAR, deadline=deadline)
     if result.least is None and math.isinf(result.bound_bytes):
         return None
-    # The search proved that no plan fits: the cap is a bound too.
-    bound_bytes = max(math.floor(result.bound_bytes), constraints.memory_bytes)
+    # Where the search proved that no plan fits, the cap is a bound too.
+    is_proved = known is None or known.bound_bytes > constraints.memory_bytes
+    bound_bytes = max(math.floor(result.bound_bytes), constraints.memory_bytes if is_proved else 0)
     least = result.least
-    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, deadline)
+    # Without a proof the time is spent.
+    enough = _large_enough_cluster(planner, modes[-1], constraints, larger, deadline if is_proved else 0.0)
     return InfeasibleError(
         budget_bytes=constraints.memory_bytes,
         least_bytes=None if least is None else math.ceil(least.nbytes),
-        bound_bytes=None if result.is_within(NEAR) else bound_bytes,
+        bound_bytes=None if result.is_within(NEAR) and is_proved else bound_bytes,
         largest_tensors=() if least is None else _largest_tensors(least),
         enough=enough.name,
         remedies=_remedies(planner, counts, modes, more_devices=enough.may_help and enough.name is None),
@@ -94,11 +101,14 @@ def find_infeasible(
     *,
     has_pipelines: bool,
 ) -> LeastMemoryResult | None:
-    """Return the least memory where it is quickly proved that no plan fits; None where a plan may fit.
+    """Return the least memory where it is quickly shown that no plan fits, or hardly any; None where a plan may fit.
 
     The proof is a bound in closed form, or, where this is near the cap, a short search for the least memory. The result
     is of that search; without one it is a bound alone. If the job may have pipeline stages (``has_pipelines``), only
     the bound on parameters and optimizer states is a proof.
+
+    When time is up, the least memory found may be above the cap and its bound, by a few per cent, below it. That is no
+    proof, and is returned too (`_UNDECIDED`).
     """
     cap = constraints.memory_bytes
     some_run = planner.run_of(meshes[0], counts[0], modes[-1])
@@ -116,9 +126,13 @@ def find_infeasible(
             return None
     if lowest_bytes > cap:
         return LeastMemoryResult(least=None, bound_bytes=lowest_bytes)
-    search = LeastMemorySearch(planner, constraints.restrict, gap=NEAR, deadline=time.perf_counter() + _CHECK_S)
+    deadline = time.perf_counter() + _CHECK_S
+    search = LeastMemorySearch(planner, constraints.restrict, gap=NEAR, deadline=deadline)
     result = search.run(all_runs(planner, meshes, counts, modes), enough_bytes=cap)
-    return result if result.bound_bytes > cap else None
+    is_late = time.perf_counter() >= deadline
+    is_above = result.least is not None and result.least.nbytes * (1.0 - NEAR) > cap
+    is_undecided = is_above and is_late and result.is_within(_UNDECIDED)
+    return result if result.bound_bytes > cap or is_undecided else None
 
 
 def _deadline(planner: RunPlanner, started: float) -> float:

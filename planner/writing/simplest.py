@@ -13,6 +13,7 @@ from planner.run.run_results import Candidate
 from planner.search.baseline_search import PricedBaseline
 from planner.search.choice import Choice, Contender, choose
 from planner.search.pipeline.stage_planners import PlannedPipeline
+from planner.writing.write import bound_and_gap
 
 Fastest = Candidate | PlannedPipeline
 
@@ -85,7 +86,7 @@ def choice_report(report: SolverReport, fastest: Fastest, choice: Choice[Fastest
     if chosen is fastest or not isinstance(chosen, Candidate):
         return report
     solution, objective_s = chosen.solution, chosen.estimate.step_time_s
-    bound_s = objective_s if report.bound_s is None else min(objective_s, report.bound_s)
+    bound_s, gap = bound_and_gap(chosen, objective_s, objective_s if report.bound_s is None else report.bound_s)
     if isinstance(fastest, Candidate):
         fastest_mesh, fastest_s = fastest.run.mesh, fastest.estimate.step_time_s
     else:
@@ -96,7 +97,7 @@ def choice_report(report: SolverReport, fastest: Fastest, choice: Choice[Fastest
         report,
         objective_s=objective_s,
         bound_s=bound_s,
-        gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
+        gap=gap,
         time_s=0.0 if solution is None else solution.time_s,
         meshes=_with_chosen(report.meshes, chosen),
         fastest_s=None if choice.is_fastest else fastest_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -10,8 +11,9 @@ from support import families
 
 from planner.errors import InfeasibleError
 from planner.plan.sharding_plan import ShardingPlan
+from planner.search import infeasibility
 from planner.search.infeasibility import find_infeasible
-from planner.search.least_memory import LeastMemorySearch, all_runs
+from planner.search.least_memory import LeastMemoryResult, LeastMemorySearch, all_runs
 from planner.search.mesh_space import modes_of
 from planner.search.worker_context import SearchConstraints
 from planner.session import PlanningSession
@@ -92,3 +94,29 @@ def test_advice_never_repeats_what_the_job_has(options: dict[str, Any], given: l
         assert words in error.what_to_do
     for words in absent:
         assert words not in error.what_to_do
+
+
+def test_a_cap_just_below_the_least_found_is_refused_without_the_search(
+    gpt2: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner, modes, meshes = gpt2._planner, modes_of(gpt2._analysis, None), gpt2._meshes(None, "ilp")
+    least = LeastMemorySearch(planner, lambda mesh: None).run(all_runs(planner, meshes, gpt2._counts, modes)).least
+    assert least is not None
+    cap = int(0.985 * least.nbytes)
+
+    def bounded(share: float) -> LeastMemoryResult:
+        return LeastMemoryResult(least=least, bound_bytes=share * least.nbytes)
+
+    def known(share: float, seconds: float = 0.0) -> LeastMemoryResult | None:
+        monkeypatch.setattr(infeasibility, "_CHECK_S", seconds)
+        monkeypatch.setattr(LeastMemorySearch, "run", lambda *args, **options: bounded(share))
+        constraints = SearchConstraints(memory_bytes=cap, restrict=lambda mesh: None)
+        return find_infeasible(planner, meshes, gpt2._counts, modes, constraints, has_pipelines=False)
+
+    assert known(0.5) is None
+    assert known(0.98, seconds=60.0) is None  # the search ended before its time
+    assert known(0.98) == bounded(0.98)
+    error = refusal_of(gpt2, memory_bytes=cap)
+    assert error.bound_bytes == int(0.98 * least.nbytes)
+    assert error.least_bytes == math.ceil(least.nbytes)
+    assert "No plan was found that fits" in str(error)
