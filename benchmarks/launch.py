@@ -83,7 +83,7 @@ JUDGEMENTS = {
         " The fastest plan found is 2 % faster only if all of its communication overlaps as planned."
     ),
     "70b-32x8": (
-        "Launch it: plain FSDP. `--ac full` costs 4 %, and leaves 33 % of the memory free for what the model leaves out."
+        "Launch it: plain FSDP. `--ac full` costs 4 %, and leaves 33 % of the memory for what the model leaves out."
     ),
     "405b-64x8": (
         "Launch it: FSDP with tensor parallelism of 2 and sequence parallelism. Published runs have tensor "

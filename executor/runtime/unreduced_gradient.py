@@ -103,7 +103,7 @@ class UnreducedGradient(DTensor):
 
     def __tensor_flatten__(self) -> Any:
         """Return no tensors while the gradient is unreduced: who counts memory must not make it reduce."""
-        return ([], None) if self._value is None else super().__tensor_flatten__()
+        return ([], None) if self._value is None else super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
         """Return the whole reduced gradient, as `DTensor.full_tensor` does."""
