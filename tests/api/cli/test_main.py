@@ -278,7 +278,7 @@ def test_impossible_is_exit_code_3_and_names_the_least(config: str) -> None:
     result = run("plan", config, *TINY, *QUICK, "--memory-gb", "0.000001", "--json")
     assert result.exit_code == 3
     assert json.loads(result.stdout)["error"]["least_bytes"] > 1000
-    assert "the least that would do" in result.stderr
+    assert "would do" in result.stderr  # the least, or the least found and a bound where time was up
 
 
 def test_estimate_of_a_plan_file_is_its_own_price(planned: Planned) -> None:
