@@ -211,15 +211,6 @@ def test_no_cell_of_a_table_is_too_long(file: Path) -> None:
     assert not [cell for row in rows for cell in row.split("|") if len(cell.strip()) > MOST_CELL]
 
 
-def test_readme_shows_the_script_of_one_call() -> None:
-    shown = next(block.text for block in blocks_of("README.md") if "auto_parallelize" in block.text)
-    script = (ROOT / "examples/one_call.py").read_text()
-    assert script.endswith(shown)
-    after_imports = shown[shown.index("model = ") :]
-    assert len(after_imports.splitlines()) == 8
-    assert any("torchrun --nproc-per-node 4 examples/one_call.py\n" in block.text for block in blocks_of("README.md"))
-
-
 def test_readme_and_changelog_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 30
