@@ -40,7 +40,7 @@ def sharded_as(module: nn.Module) -> ShardedAs:
     found = getattr(module, _ATTRIBUTE, None)
     if not isinstance(found, ShardedAs):
         raise PlanError(
-            f"this {type(module).__name__} was not sharded.",
+            f"This {type(module).__name__} was not sharded.",
             what_to_do="Give the module that auto_parallelize or shard_module returned, not a wrapper or a part of it.",
         )
     return found

@@ -43,7 +43,7 @@ class BatchForm:
         Args:
             planned_samples: samples of a global micro-batch in the plan; None: not stated.
             is_planned: whether layouts divide the tensors that the plan was made for. Layouts of the user's own may
-                split unevenly, as torch does, and are kept.
+                split shards unevenly, as torch does, and are kept unless batches are whole.
         """
         self._is_planned = is_planned
         self.is_whole = False
@@ -59,12 +59,12 @@ class BatchForm:
     def layout(self, layout: Layout, shape: Sequence[int], redistributor: Redistributor) -> Layout:
         """Return ``layout`` with `Replicate` on each axis that does not divide its dim of a tensor of ``shape``.
 
-        Layouts of the user's own are returned as they are.
+        Of shards, layouts of the user's own are returned as they are.
 
         Dim 0 may be samples x tokens. It stays whole where an axis divides the samples of the plan, but not those of
         this call, because it could not be split into samples again.
         """
-        if not self._is_planned:
+        if not (self._is_planned or self.is_whole):
             return layout
         result = self._layout(layout, shape, redistributor)
         if result != layout:
