@@ -124,7 +124,7 @@ def test_a_memory_cap_makes_parameters_reshard_after_the_forward() -> None:
         ("llama", "full"),
         ("llama", "selective"),
         ("llama", "full:1,selective"),
-        ("t5", "full"),
+        pytest.param("t5", "full", marks=pytest.mark.slow),
         pytest.param("t5", "selective", marks=pytest.mark.slow),
         pytest.param("llama", "full:1", marks=pytest.mark.slow),
         pytest.param("t5", "full:1", marks=pytest.mark.slow),

@@ -198,7 +198,7 @@ PLANNERS = ["ilp", "fully-sharded", "tensor-parallel", "random:0", "random:1"]
     [
         pytest.param("llama", "none", PLANNERS, marks=pytest.mark.slow),
         ("llama", "selective", ["ilp", "random:1"]),
-        ("mixtral", "full", PLANNERS),
+        pytest.param("mixtral", "full", PLANNERS, marks=pytest.mark.slow),
         pytest.param("deepseek", "none", PLANNERS, marks=pytest.mark.slow),
     ],
 )

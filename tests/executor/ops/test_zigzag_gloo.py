@@ -146,7 +146,7 @@ def train_with_loss_module(rank: int, plans: dict[str, dict[str, Any]]) -> list[
     return differences(plans, make_with_loss_module, ids_and_labels)
 
 
-@pytest.mark.parametrize("mesh", ["dp=1,tp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", pytest.param("dp=1,tp=4", marks=pytest.mark.slow)])
 def test_labels_of_a_loss_module_are_not_sharded_along_the_sequence(mesh: str) -> None:
     pins = [f"model.model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
     options: dict[str, Any] = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "pins": pins}

@@ -152,7 +152,14 @@ def test_the_step_of_two_layers_by_hand() -> None:
     assert estimate_of(overlapped).collectives == estimate_of(plain).collectives
 
 
-@pytest.mark.parametrize(("micro_batches", "ac"), [(1, "none"), (2, "full"), (1, "selective")])
+@pytest.mark.parametrize(
+    ("micro_batches", "ac"),
+    [
+        (2, "full"),
+        pytest.param(1, "none", marks=pytest.mark.slow),
+        pytest.param(1, "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan_has_the_same_price_from_its_file_and_is_no_slower_than_with_blocking_communication(
     micro_batches: int, ac: str
 ) -> None:

@@ -107,6 +107,7 @@ def test_the_notes_name_the_inputs_with_reallgather() -> None:
     assert reallgather_notes(session(False).plan(mesh=MESH)) == []
 
 
+@pytest.mark.slow
 def test_reallgather_where_no_all_gather_precedes_a_linear_layer_is_an_error() -> None:
     module, inputs = CASE.make(), inputs_of(CASE)
     plan = session(False, is_pinned=False).plan(mesh=MESH, planner="random:3")

@@ -210,6 +210,7 @@ def test_a_plan_whose_zigzag_field_contradicts_its_layouts_is_an_error() -> None
             estimate_plan(session_module(), dataclasses.replace(plan, zigzag=wrong))
 
 
+@pytest.mark.slow
 def test_heterogeneous_blocks_are_split_on_the_same_axis() -> None:
     session, _ = planned(True, ac="full:2")
     for seed in range(4):
