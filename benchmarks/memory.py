@@ -48,7 +48,7 @@ from cost_model.kernels.optimizer_memory import RESERVE_ROLES
 from executor import shard_module
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
 from planner.model_rewrites.eager_masks import unpacked_sequences

@@ -1,13 +1,14 @@
 """Runs a plan: turns a module into a DTensor module, and counts the collectives that the sharded module runs.
 
-loops/      Trainer, accelerate and peft with a sharded module
-calibrate/  measurements of a cluster
-agreement/  checks that all ranks hold what the plan needs
-launch/     ranks that have no plan yet
-runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
-weights/    checkpoints, read into shards and written from shards
-ops/        ops that DTensor cannot run as planned
-resolve/    the plan, resolved against the module before anything is changed
+loops/            Trainer, accelerate and peft with a sharded module
+calibrate/        measurements of a cluster
+weights/          checkpoints, read into shards and written from shards
+launch/           ranks that have no plan yet
+agreement/        checks that all ranks hold what the plan needs
+runtime/          hooks, FSDP, checkpointing and gradient reduction while the module runs
+ops/              ops that DTensor cannot run as planned
+resolve/          the plan, resolved against the module before anything is changed
+torch_internals/  torch's private names
 
 The names below are imported on first use, because they need torch. `verify` is in `executor.verify`.
 """

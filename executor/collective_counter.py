@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_model.hardware.collective_kinds import CollectiveKind
-from executor.torch_internals import collective_of, flattened_groups, is_communication
+from executor.torch_internals.dtensor import collective_of, flattened_groups, is_communication
 from planner.plan.estimate import Phase
 
 UNKNOWN_AXIS = "?"

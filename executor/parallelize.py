@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module as torch_parall
 from executor.resolve.imported_plan import plan_mesh
 from executor.resolve.sharder import Sharder
 from executor.shard import shard_module
-from executor.torch_internals_parallel import current_mesh
+from executor.torch_internals.parallel import current_mesh
 from planner.errors import MeshError, PlanTypeError
 from planner.imported.parallel_styles import STYLES, plan_from_styles
 from planner.plan.sharding_plan import ShardingPlan

@@ -14,9 +14,9 @@ from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec, divides, sharded_dim
 from cost_model.redistribute import NoPathError, RedistributionPlanner, RedistributionStep
-from executor import torch_internals
 from executor.resolve.token_order import ZigzagPermutation
-from executor.torch_internals import local_of, make_dtensor, run_function, waited
+from executor.torch_internals import dtensor as torch_internals
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function, waited
 from planner.plan.sharding_plan import ShardingPlan
 
 

@@ -24,7 +24,7 @@ from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.runtime.run_context import PhaseTracker
 from executor.shard import shard_on_meta
-from executor.torch_internals import fake_process_group, local_of, make_dtensor
+from executor.torch_internals.dtensor import fake_process_group, local_of, make_dtensor
 from planner.errors import PlanError
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.eager_masks import unpacked_sequences

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from executor.torch_internals_store import Store, default_store, timeout_s_of
+from executor.torch_internals.store import Store, default_store, timeout_s_of
 from planner.errors import RanksError
 
 Judge = Callable[[Mapping[int, str]], str]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cost_model.hardware.reading import ClusterError
 from cost_model.layouts.layout import LayoutError
 from executor.launch.program import Program
-from executor.torch_internals_store import PrefixStore, put
+from executor.torch_internals.store import PrefixStore, put
 from planner.errors import PlanError, PlannerError
 
 BEAT_S = 2.0

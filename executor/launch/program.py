@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from executor.torch_internals_store import HashStore, PrefixStore, Store, default_store
+from executor.torch_internals.store import HashStore, PrefixStore, Store, default_store
 from planner.errors import PlanMismatchError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

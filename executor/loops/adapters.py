@@ -17,7 +17,7 @@ from executor.loops.whole_state import whole_state_dict
 from executor.redistribute import Redistributor
 from executor.runtime.root.added_parameters import shard_added_parameters
 from executor.runtime.root.sharded_root import root_of
-from executor.torch_internals_weights import reshard
+from executor.torch_internals.weights import reshard
 from planner.errors import LoopError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from executor.torch_internals_weights import reshard
+from executor.torch_internals.weights import reshard
 from executor.weights.gather import whole_on_rank
 from executor.weights.ranks import Ranks
 

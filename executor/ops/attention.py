@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cost_model.layouts.layout import Layout, sharded_dim
 from executor.ops.context_parallel.attention import SEQUENCE, context_parallel_attention
 from executor.redistribute import Redistributor, stride_as
-from executor.torch_internals_random import random_region
+from executor.torch_internals.random import random_region
 
 _LOCAL = (Replicate(), Shard(0), Shard(1))
 """Placements of [batch, heads, sequence, width] under which attention needs no communication."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend
 
-from executor import torch_internals
+from executor.torch_internals import dtensor as torch_internals
 from planner.errors import PlanError
 from planner.plan.techniques import AttentionKernel
 

@@ -32,7 +32,7 @@ from executor.ops.grouped_gemm import GroupedGemm
 from executor.ops.lookups.embedding import split_offset
 from executor.ops.token_exchange import RoutedRows, TokenExchange, exchange_rows
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.experts import GATE_UP_MATRICES, experts_in
 

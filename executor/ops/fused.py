@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.lookups.embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import compiled, local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import compiled, local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.model_rewrites import fused_kernels
 from planner.model_rewrites.fuse_ops import FusedOps, fuse_ops

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from cost_model.layouts.layout import Layout
 from cost_model.layouts.linear import LinearGradients, linear_gradients, linear_layout
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
 
 def linear(

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from executor.redistribute import Redistributor
-from executor.torch_internals import local_of, storage_key
+from executor.torch_internals.dtensor import local_of, storage_key
 from planner.errors import RunError
 
 

@@ -34,7 +34,7 @@ from executor.ops.linear import (
     weight_gradients,
 )
 from executor.redistribute import Redistributor
-from executor.torch_internals import current_backward_pass, local_of, run_function
+from executor.torch_internals.dtensor import current_backward_pass, local_of, run_function
 
 
 class SharedInputLinears:

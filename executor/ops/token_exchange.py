@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout
-from executor import torch_internals
 from executor.ops.lookups.embedding import split_offset
 from executor.redistribute import Redistributor
+from executor.torch_internals import dtensor as torch_internals
 
 
 class RoutedRows(NamedTuple):

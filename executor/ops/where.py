@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cost_model.layouts.layout import Layout, sharded_dim
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
 
 def where(redistributor: Redistributor, condition: torch.Tensor, input: Any = None, other: Any = None) -> Any:

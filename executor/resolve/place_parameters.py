@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from cost_model.layouts.layout import Layout
 from executor.resolve.resolved_plan import ResolvedPlan
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 
 
 def place_parameters(

@@ -16,7 +16,7 @@ from cost_model.layouts.layout import sharded_dim
 from executor.resolve.boundaries import Boundaries
 from executor.resolve.fqns import modules_at, positional_names
 from executor.resolve.tensor_paths import change_arguments, change_results
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals.dtensor import local_of, make_dtensor
 from planner.errors import PlanKeyError, PlanLayoutError
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.token_order import ZigzagOrder, zigzag_indices

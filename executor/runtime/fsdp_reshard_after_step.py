@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from executor import torch_internals_fsdp
 from executor.runtime.grad_reduction import GradientReduction
+from executor.torch_internals import fsdp as fsdp_internals
 
 
 class ReshardAfterStep:
@@ -50,13 +50,13 @@ class ReshardAfterStep:
     @property
     def is_in_pass(self) -> bool:
         """Whether ``fully_shard`` has more to do in the running backward pass."""
-        return torch_internals_fsdp.backward_is_unfinished(cast(FSDPModule, self._root))
+        return fsdp_internals.backward_is_unfinished(cast(FSDPModule, self._root))
 
     def before_forward(self) -> None:
         """Reshard modules whose parameters have changed, and show the parameters that are gathered still."""
         self._reduction.drop_cleared()
         for module, versions in self._after_step.items():
-            current = torch_internals_fsdp.parameter_versions(module)
+            current = fsdp_internals.parameter_versions(module)
             if current != versions:
                 module.reshard()
                 self._after_step[module] = current
@@ -76,25 +76,25 @@ class ReshardAfterStep:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters of all FSDP modules."""
-        return [parameter for module in self._modules for parameter in torch_internals_fsdp.sharded_parameters(module)]
+        return [parameter for module in self._modules for parameter in fsdp_internals.sharded_parameters(module)]
 
     def unreduced(self) -> dict[nn.Parameter, torch.dtype]:
         """Return sharded parameter -> dtype of its gradient, for gradients that have accumulated unreduced."""
         return {
             parameter: dtype
             for module in self._after_step
-            for parameter, dtype in torch_internals_fsdp.unreduced_parameters(module).items()
+            for parameter, dtype in fsdp_internals.unreduced_parameters(module).items()
         }
 
     def reduce(self) -> None:
         """Reduce-scatter the gradients that are unreduced, outside of a backward pass, and reshard their modules."""
         self._set_last(True)
-        torch_internals_fsdp.reduce_accumulated(cast(FSDPModule, self._root))
+        fsdp_internals.reduce_accumulated(cast(FSDPModule, self._root))
 
     def forget(self, parameter: nn.Parameter | None = None) -> None:
         """Drop the unreduced gradient of ``parameter``, if it has one; None: of all parameters."""
         for module in self._after_step:
-            torch_internals_fsdp.forget_gradients(module, parameter)
+            fsdp_internals.forget_gradients(module, parameter)
 
     def _set_last(self, is_last: bool) -> None:
         for module in self._after_step:
@@ -103,4 +103,4 @@ class ReshardAfterStep:
 
     def _register(self, *, gathered: bool) -> None:
         for module in self._modules:
-            torch_internals_fsdp.register_parameters(module, gathered=gathered)
+            fsdp_internals.register_parameters(module, gathered=gathered)

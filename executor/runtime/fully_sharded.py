@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor import torch_internals, torch_internals_fsdp
 from executor.resolve.fsdp_groups import FsdpGroup, FsdpParameter
 from executor.resolve.resolved_plan import ResolvedPlan
 from executor.runtime.fsdp_reshard_after_step import ReshardAfterStep
@@ -33,7 +32,9 @@ from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import PhaseTracker
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm
-from executor.torch_internals import make_dtensor, run_function
+from executor.torch_internals import dtensor as torch_internals
+from executor.torch_internals import fsdp as fsdp_internals
+from executor.torch_internals.dtensor import make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.plan.reshard import ReshardAfter
 
@@ -71,7 +72,7 @@ def apply_fsdp_groups(
         _ArgumentAliases(shared).attach(module.get_submodule(group.fqn))
         after_step.add(fsdp_module, after_step=group.reshard_after is ReshardAfter.STEP)
         if on_meta:
-            torch_internals_fsdp.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
+            fsdp_internals.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
     if not isinstance(module, FSDPModule):
         # The root has no group. As an FSDP module it makes all FSDP modules share streams and prefetch in one order.
         module.register_forward_hook(_replace_views)
@@ -83,11 +84,11 @@ def apply_fsdp_groups(
     reduction.attach_fully_shard(after_step)
 
 
-def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_internals_fsdp.CollectiveContexts:
+def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> fsdp_internals.CollectiveContexts:
     """Return the contexts in which the collectives of a group run: they set the phase in which collectives count."""
     if group.reshard_after is not ReshardAfter.STEP:
-        return torch_internals_fsdp.CollectiveContexts()
-    return torch_internals_fsdp.CollectiveContexts(
+        return fsdp_internals.CollectiveContexts()
+    return fsdp_internals.CollectiveContexts(
         all_gather=lambda: phases.entered("param_gather"), reduce_scatter=lambda: phases.entered("grad_reduce")
     )
 
@@ -117,7 +118,7 @@ def _fully_shard(
         assert sharded == expected, f"{item.fqn} is stored in {item.stored}, fully_shard has {sharded}"
         _register(item, stored[item.fqn])
     fsdp_module = cast(FSDPModule, owner)
-    torch_internals_fsdp.adopt_parameters(fsdp_module)
+    fsdp_internals.adopt_parameters(fsdp_module)
     fsdp_module.set_gradient_divide_factor(1.0)
     # Otherwise torch puts the divide factor into a reduce op that gloo does not have.
     fsdp_module.set_force_sum_reduction_for_comms(True)
@@ -299,20 +300,20 @@ class _PassHooks:
         root.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch_internals_fsdp.was_interrupted(self._root):
-            if torch_internals_fsdp.backward_was_interrupted(self._root):
+        if fsdp_internals.was_interrupted(self._root):
+            if fsdp_internals.backward_was_interrupted(self._root):
                 self._after_step.abandon_step()
             self._root.reset_iter_state()
         # After a forward without a backward these modules are still gathered, but their parameters may have changed.
         self._reshard()
         self._after_step.before_forward()
-        self._recorded = torch_internals_fsdp.recorded_forwards(self._root)
+        self._recorded = fsdp_internals.recorded_forwards(self._root)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
             # No backward follows. torch's record of forwards would grow, and the next backward would prefetch wrong
             # modules.
-            torch_internals_fsdp.forget_forwards(self._root, self._recorded)
+            fsdp_internals.forget_forwards(self._root, self._recorded)
             self._reshard()
         self._after_step.after_forward()
 

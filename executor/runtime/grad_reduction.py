@@ -15,8 +15,14 @@ from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor
 from executor.runtime.run_context import PhaseTracker
 from executor.runtime.unreduced_gradient import UnreducedGradient
-from executor.torch_internals import ParameterHooks, at_end_of_backward, current_backward_pass, local_of, make_dtensor
-from executor.torch_internals_parallel import post_accumulate_hooks
+from executor.torch_internals.dtensor import (
+    ParameterHooks,
+    at_end_of_backward,
+    current_backward_pass,
+    local_of,
+    make_dtensor,
+)
+from executor.torch_internals.parallel import post_accumulate_hooks
 
 _CONCURRENT_REDUCTIONS = 2
 """Most reductions that run at a time, overlapped with the backward. Each one holds an unreduced gradient."""

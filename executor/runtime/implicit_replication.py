@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from executor import torch_internals
+from executor.torch_internals import dtensor as torch_internals
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from executor.runtime.grad_reduction import GradientReduction
-from executor.torch_internals import current_backward_pass
-from executor.torch_internals_optim import mend_grad_scaler, mend_muon
+from executor.torch_internals.dtensor import current_backward_pass
+from executor.torch_internals.optim import mend_grad_scaler, mend_muon
 from planner.errors import PlanMismatchError, RunError
 
 _roots: weakref.WeakKeyDictionary[GradientReduction, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from executor.redistribute import Redistributor
 from executor.resolve.parameter_layouts import ParameterLayouts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion, RecomputedCopy, recompute_copies
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
 CastParameters = Mapping[nn.Parameter, DTensor]
 """Parameter -> the parameter cast to the compute dtype."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from executor.torch_internals_random import default_generators, random_ops_run_in
+from executor.torch_internals.random import default_generators, random_ops_run_in
 from planner.errors import PlanTypeError
 
 _SEEDS = 2**63

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from executor.torch_internals import (
+from executor.torch_internals.dtensor import (
     TensorSpec,
     current_saved_tensor_hooks,
     like_dtensor,

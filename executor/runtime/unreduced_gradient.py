@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.torch_internals import TensorSpec, local_of, spec_of, without_torch_function, wrapper_like
+from executor.torch_internals.dtensor import TensorSpec, local_of, spec_of, without_torch_function, wrapper_like
 from planner.errors import RunError
 
 _PROPERTIES = (

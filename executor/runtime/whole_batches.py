@@ -24,7 +24,7 @@ from cost_model.layouts.layout import Layout, format_layout
 from executor.redistribute import Redistributor
 from executor.runtime.implicit_replication import implicit_replication
 from executor.runtime.run_context import RunContexts
-from executor.torch_internals_generation import start_fully_sharded
+from executor.torch_internals.generation import start_fully_sharded
 from planner.errors import PlanMismatchError, RunError
 from planner.model_rewrites.cache_argument import is_cache
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 from executor.weights.lazy_tensors import Indices, write_at
 from executor.weights.local_shards import stored_indices
 from executor.weights.ranks import Ranks

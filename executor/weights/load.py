@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from executor.torch_internals_weights import adopt_all_parameters, materialize, reshard
+from executor.torch_internals.weights import adopt_all_parameters, materialize, reshard
 from executor.weights.lazy_tensors import LazyTensor, read_into
 from executor.weights.local_shards import local_indices
 from executor.weights.matching import Match, match_names

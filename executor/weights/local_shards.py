@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cost_model.layouts.layout import Layout
-from executor.torch_internals_weights import split_by_placement
+from executor.torch_internals.weights import split_by_placement
 from executor.weights.lazy_tensors import Indices, full_indices
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.torch_internals_weights import reshard
+from executor.torch_internals.weights import reshard
 from executor.weights.gather import whole_on_rank
 from executor.weights.pretrained import (
     forget_conversions,

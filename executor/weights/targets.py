@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 from planner.errors import WeightsError
 from planner.model_rewrites.fuse_projections import FusedParameter, fused_parameters
 

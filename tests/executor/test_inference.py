@@ -10,7 +10,7 @@ from support.executor_cases import make_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from executor.shard import shard_module
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from executor.verify import verify
 from planner import PlanningSession
 from planner.errors import PlanError

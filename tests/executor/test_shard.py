@@ -19,7 +19,7 @@ from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.runtime.unreduced_gradient import UnreducedGradient
 from executor.shard import shard_module
-from executor.torch_internals import allows_implicit_replication, fake_process_group
+from executor.torch_internals.dtensor import allows_implicit_replication, fake_process_group
 from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
 from planner.plan.job import Job
 from planner.plan.sharding_plan import Port, ShardingPlan

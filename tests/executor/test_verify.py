@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from executor.collective_counter import CollectiveKey
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from executor.verify import compare, observed_collectives, verify
 from planner.errors import PlanError, RunError
 from planner.plan.job import Job

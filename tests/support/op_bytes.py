@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals.dtensor import local_of, make_dtensor
 from planner.profile.dispatch_peak import LiveBytesMode
 
 

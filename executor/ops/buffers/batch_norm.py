@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.lookups.embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import all_gather, local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import all_gather, local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 
 CHANNELS = Shard(1)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from executor.redistribute import Redistributor
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 
 
 def whole(redistributor: Redistributor, tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from executor.ops.context_parallel import zigzag_attention
 from executor.ops.context_parallel.kv_all_gather import KVAllGather, KVReduceScatter
 from executor.ops.context_parallel.zigzag_chunks import ZigzagChunks
 from executor.redistribute import Redistributor, contiguous_stride, stride_as
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
 SEQUENCE = Shard(2)
 """Placement that shards the sequence of [batch, heads, sequence, width]."""

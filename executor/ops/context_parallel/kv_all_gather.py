@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from executor import torch_internals
-from executor.torch_internals import waited
+from executor.torch_internals import dtensor as torch_internals
+from executor.torch_internals.dtensor import waited
 
 ByRank = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Keys and values, each a list of one tensor [batch, heads, rows, width] per rank."""

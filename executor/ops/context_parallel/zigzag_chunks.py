@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from executor import torch_internals
+from executor.torch_internals import dtensor as torch_internals
 from planner.plan.token_order import chunk_range, zigzag_chunks
 
 

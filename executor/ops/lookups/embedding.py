@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
 
 def embedding(

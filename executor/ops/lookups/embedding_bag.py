@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.lookups.embedding import gradient_layouts, output_layout, split_offset
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 
 Mode = Literal["sum", "mean", "max"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from executor.torch_internals_compile import call_eagerly, compiled_parts
+from executor.torch_internals.compile import call_eagerly, compiled_parts
 from planner.errors import PlanMismatchError
 
 _REASON = "a module sharded by shardplan runs eagerly; its plan compiles what the technique fused-ops names"

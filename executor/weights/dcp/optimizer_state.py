@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from executor.torch_internals import like_dtensor, local_of, spec_of
+from executor.torch_internals.dtensor import like_dtensor, local_of, spec_of
 from executor.weights.dcp.opened_state import OpenedState
 from executor.weights.dcp.shards import for_dcp
 from executor.weights.lazy_tensors import LazyTensor, full_indices, read_into

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 from executor.weights.lazy_tensors import pieces_of
 from executor.weights.local_shards import local_indices
 

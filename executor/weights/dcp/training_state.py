@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from executor.torch_internals_weights import reshard
+from executor.torch_internals.weights import reshard
 from executor.weights.dcp.opened_state import OPTIMIZER, OTHER_FILE, STATE, VERSION, OpenedState
 from executor.weights.dcp.optimizer_state import fill_optimizer, optimizer_contents, options_of_groups
 from executor.weights.dcp.shards import SavePlanner, for_dcp

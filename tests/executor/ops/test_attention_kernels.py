@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor import torch_internals
 from executor.ops import attention_kernels
 from executor.ops.attention_kernels import attend, attend_backward, use_kernel
 from executor.redistribute import stride_as
+from executor.torch_internals import dtensor as torch_internals
 from planner.errors import PlanError
 
 _ATEN = torch.ops.aten

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from executor.ops.context_parallel.attention import context_parallel_attention
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import fake_process_group, make_dtensor
+from executor.torch_internals.dtensor import fake_process_group, make_dtensor
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 from planner.strategies.context_parallel_work import ContextParallelWork
 

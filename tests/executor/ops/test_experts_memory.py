@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cost_model.layouts.layout import local_shape
 from executor.ops.experts import experts
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import fake_process_group, make_dtensor
+from executor.torch_internals.dtensor import fake_process_group, make_dtensor
 from planner.model_rewrites.experts import ExpertsWork
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 

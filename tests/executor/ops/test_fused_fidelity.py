@@ -15,7 +15,7 @@ from cost_model.layouts.layout import local_shape
 from executor.ops.dispatch import OwnOps
 from executor.ops.fused import fused_cross_entropy, gated, rms_norm, rotary
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import compiled, fake_process_group, make_dtensor
+from executor.torch_internals.dtensor import compiled, fake_process_group, make_dtensor
 from executor.verify import verify
 from planner import PlanningSession
 from planner.model_rewrites import fused_kernels

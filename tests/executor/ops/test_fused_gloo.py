@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from cost_model.layouts.layout import format_layout
 from executor.ops.fused import fused_cross_entropy, gated, gated_pairs, replace_with_fused_ops, rms_norm, rotary
 from executor.redistribute import Redistributor
-from executor.torch_internals import make_dtensor
+from executor.torch_internals.dtensor import make_dtensor
 from planner import PlanningSession
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.fused_kernels import ACTIVATIONS

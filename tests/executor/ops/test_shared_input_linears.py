@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from planner.plan.sharding_plan import ShardingPlan
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)

@@ -17,7 +17,7 @@ from executor.resolve.fsdp_groups import FsdpGroup
 from executor.resolve.resolved_plan import resolve_plan
 from executor.resolve.sharder import Sharder
 from executor.shard import shard_module
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from planner.errors import (
     KeyConflictError,
     PlanError,

@@ -12,7 +12,7 @@ from torch import nn
 from executor.resolve.mesh import device_mesh_for
 from executor.resolve.module_tree import meta_tree, restored_on_error
 from executor.shard import shard_module
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from planner.errors import PlanError
 from planner.model_rewrites.fuse_projections import count_fused_projections
 from planner.plan.fingerprint import model_fingerprint

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from executor.resolve.resolved_plan import resolve_plan
 from executor.resolve.sharder import Sharder
 from executor.shard import shard_module
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from planner.errors import KeyConflictError
 from planner.plan import patterns
 from planner.plan.sharding_plan import Port, ShardingPlan

@@ -34,7 +34,7 @@ from cost_model.layouts.layout import split_factor
 from executor.collective_counter import CollectiveKey
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
-from executor.torch_internals import collective_of, fake_process_group, is_communication, local_of
+from executor.torch_internals.dtensor import collective_of, fake_process_group, is_communication, local_of
 from executor.verify import observed_collectives
 from planner.errors import PlanLayoutError
 from planner.plan.job import Job

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
-from executor.torch_internals import allows_implicit_replication
+from executor.torch_internals.dtensor import allows_implicit_replication
 from planner.plan.job import Job
 
 STEPS = 2

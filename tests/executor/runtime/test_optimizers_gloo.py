@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 from planner.errors import RunError
 
 optim = torch.optim

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from executor.redistribute import Redistributor
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
-from executor.torch_internals import fake_process_group, local_of
+from executor.torch_internals.dtensor import fake_process_group, local_of
 from executor.verify import verify
 from planner import PlanningSession
 from planner.errors import PlanTypeError

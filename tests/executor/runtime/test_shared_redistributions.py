@@ -17,7 +17,7 @@ from executor.redistribute import Redistributor
 from executor.resolve.mesh import device_mesh_for
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.shard import shard_module
-from executor.torch_internals import fake_process_group, local_of
+from executor.torch_internals.dtensor import fake_process_group, local_of
 from planner.plan.sharding_plan import Port, ShardingPlan
 
 

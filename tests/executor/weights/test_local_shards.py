@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from executor.torch_internals import fake_process_group, local_of
+from executor.torch_internals.dtensor import fake_process_group, local_of
 from executor.weights.local_shards import local_indices, stored_indices
 
 PLACEMENTS = (Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3))

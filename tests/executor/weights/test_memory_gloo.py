@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
-from executor.torch_internals import local_of
+from executor.torch_internals.dtensor import local_of
 from executor.weights.load import load_weights
 from executor.weights.save import save_weights
 from planner.plan.sharding_plan import ShardingPlan

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from executor.torch_internals import fake_process_group
+from executor.torch_internals.dtensor import fake_process_group
 from executor.verify import observed_collectives
 from planner import PlanningSession
 from planner.errors import RunError

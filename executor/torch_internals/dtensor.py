@@ -1,4 +1,4 @@
-"""Internals of torch that the executor uses, to be checked with each new version; `torch_internals_fsdp` has more.
+"""Internals of torch that the executor uses, to be checked with each new version.
 
 Checked with torch 2.13: ``DTensor._local_tensor`` and ``_spec``, the functional collectives, the dispatcher's flag for
 implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd engine, the choice of an
@@ -319,7 +319,7 @@ def collective_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[C
     """
     name = func.name().partition(".")[0]
     if name not in COLLECTIVES:
-        raise NotImplementedError(f"cannot count {name}: add it to executor/torch_internals.py")
+        raise NotImplementedError(f"cannot count {name}: add it to executor/torch_internals/dtensor.py")
     kind, buffer = COLLECTIVES[name]
     writes_first = name.startswith("c10d::") and buffer == "input"
     nbytes = _nbytes(args[1] if writes_first else args[0])

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from executor.torch_internals import like_dtensor, local_of, spec_of
-from executor.torch_internals_fsdp import adopt_parameters
+from executor.torch_internals.dtensor import like_dtensor, local_of, spec_of
+from executor.torch_internals.fsdp import adopt_parameters
 
 
 def split_by_placement(

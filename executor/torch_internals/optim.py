@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import _muon
 
-from executor.torch_internals import all_reduce, waited
+from executor.torch_internals.dtensor import all_reduce, waited
 
 
 def mend_muon() -> None:

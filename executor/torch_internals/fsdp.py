@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from executor.torch_internals import current_backward_pass, local_of
+from executor.torch_internals.dtensor import current_backward_pass, local_of
 
 
 def _fsdp_params(module: FSDPModule) -> list[Any]:
