@@ -27,6 +27,8 @@ PAGES = (
     "docs/get-started.md",
     *sorted(f"docs/tutorials/{p.name}" for p in (ROOT / "docs/tutorials").iterdir()),
 )
+# tests/executor runs loops like those of these pages in every suite.
+SLOW_PAGES = ("checkpoints", "data", "generation", "lora", "own-loop", "trainer")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -152,7 +154,9 @@ def given_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 # As on a command line: what libraries warn of is printed.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow) if Path(page).stem in SLOW_PAGES else page for page in PAGES]
+)
 def test_the_commands_and_snippets_of_a_page_run_one_after_the_other(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,11 @@ def shrunk_preset() -> nn.Module:
     return load_model({"hf_config": {**values, "max_window_layers": 2}}).module
 
 
-@pytest.mark.parametrize("options", [{}, {"mesh": "dp=2,tp=2", "micro_batches": 2}], ids=["all meshes", "one mesh"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"mesh": "dp=2,tp=2", "micro_batches": 2}],
+    ids=["all meshes", "one mesh"],
+)
 def test_private_module_gets_the_plan_that_it_gets_here(server: Server, options: dict[str, Any]) -> None:
     module, inputs = private()
     said: list[ProgressEvent] = []

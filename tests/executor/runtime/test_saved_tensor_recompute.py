@@ -41,7 +41,7 @@ def session(family: str, **job: Any) -> PlanningSession:
 @pytest.mark.parametrize(
     ("family", "job", "seeds"),
     [
-        ("llama", {"fused_ops": True}, 6),
+        pytest.param("llama", {"fused_ops": True}, 6, marks=pytest.mark.slow),
         ("llama", {"micro_batches": 2}, 3),
         ("gpt2", {}, 3),
         pytest.param("llama", {}, 20, marks=pytest.mark.slow),

@@ -29,6 +29,7 @@ def test_both_solvers_agree(problem: Problem) -> None:
         assert bounds[1].bound_s == pytest.approx(bounds[0].bound_s, rel=1e-6, abs=1e-15)
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_with_cbc_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     module, inputs = families.make("llama", 8)
 

@@ -136,6 +136,7 @@ def has_reallgather(spec: Any) -> bool:
     return any(port.reallgather for _, port in ports_of(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable:UserWarning")
 def test_the_planned_saving_is_measured_in_a_step() -> None:
     plan = session(True, is_pinned=False).plan(mesh=MESH, planner="random:1")
