@@ -35,7 +35,8 @@ SIZES = {
 """113 MB of parameters in fp32; the largest tensor has 34 MB."""
 ALLOWANCE = 1.1
 FROM_ONE_RANK = 1.15
-"""What one rank sends to the others takes 12 to 13 % over shards and largest tensor: why was not found."""
+"""On a busy machine gloo holds for a while what it has sent: 68.1 MB were seen, and 60.7 MB on an idle machine, where
+shards and the largest tensor are 60.6 MB."""
 
 
 def model() -> nn.Module:
