@@ -3,7 +3,7 @@
 loops/            Trainer, accelerate and peft with a sharded module
 calibrate/        measurements of a cluster
 weights/          checkpoints, read into shards and written from shards
-launch/           ranks that have no plan yet
+launch/           ranks that have no plan yet: one call plans and shards
 agreement/        checks that all ranks hold what the plan needs
 runtime/          hooks, FSDP, checkpointing and gradient reduction while the module runs
 ops/              ops that DTensor cannot run as planned
@@ -20,7 +20,7 @@ from typing import Any
 
 _HOMES = {
     "add_adapters": "executor.loops.adapters",
-    "auto_parallelize": "planner.auto_parallelize",
+    "auto_parallelize": "executor.launch.auto_parallelize",
     "data_shard": "executor.resolve.batch",
     "device_mesh_for": "executor.resolve.mesh",
     "load_adapters": "executor.loops.adapters",

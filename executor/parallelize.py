@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 
+from executor.launch.auto_parallelize import auto_parallelize
 from executor.resolve.imported_plan import plan_mesh
 from executor.resolve.sharder import Sharder
 from executor.shard import shard_module
@@ -35,7 +36,7 @@ def parallelize_module(
 
     The styles become a `ShardingPlan` (`planner.imported.parallel_styles`), so that gradients come out reduced, and
     what is wrong is an error before anything changes. Without styles, where torch does nothing, the module is planned
-    for the mesh by `planner.auto_parallelize`.
+    for the mesh by `auto_parallelize`.
 
     Args:
         module: a module, plain where the styles name parameters. Other parts of it may be sharded already.
@@ -58,9 +59,6 @@ def parallelize_module(
             what_to_do="Pass device_mesh, or call it inside `with mesh:`.",
         )
     if parallelize_plan is None and src_data_rank == 0:
-        # Planning needs the whole planner, which stands above the executor.
-        from planner.auto_parallelize import auto_parallelize
-
         return auto_parallelize(module, example_inputs, mesh=mesh, **options)
     if options or example_inputs is not None:
         given = [*options, *([] if example_inputs is None else ["example_inputs"])]

@@ -164,16 +164,10 @@ def _shard(
     # Inference updates no parameter, so it needs no copy in a wider dtype.
     stored_dtype = None if job.phase == "training" else resolved.compute_dtype
     from_source = agreed.values_from_source
-    place_parameters(
-        resolved, src_data_rank=src_data_rank, dtype=stored_dtype, values_from_source=agreed.values_from_source
-    )
-    place_buffers(
-        module,
-        resolved.device_mesh,
-        src_data_rank,
-        outside=replacements,
-        values_from_source=from_source,
-    )
+    place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype, values_from_source=from_source)
+    if not on_meta:
+        mesh = resolved.device_mesh
+        place_buffers(module, mesh, src_data_rank, outside=replacements, values_from_source=from_source)
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
@@ -223,10 +217,7 @@ def _shard(
     contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
     attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     refuse_save_pretrained(module)
-    root = ShardedRoot(
-        plan=plan, device_mesh=resolved.device_mesh, form=form, redistributor=redistributor, reduction=reduction
-    )
-    remember_root(module, root, contexts)
+    remember_root(module, ShardedRoot(form=form, redistributor=redistributor, reduction=reduction), contexts)
     refuse_plain_parameters(module)
     if not on_meta:
         keep_eager(module)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from executor.torch_internals.store import HashStore, PrefixStore, Store, default_store
-from planner.errors import PlanMismatchError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets, and from which torch initialises a process group."""
@@ -47,9 +46,6 @@ def join_program(ranks: Sequence[int] | None = None) -> Program:
 
     Args:
         ranks: global ranks of the default process group that work together; None: all of them.
-
-    Raises:
-        PlanMismatchError: this process is none of ``ranks``.
     """
     if dist.is_initialized():
         rank, world_size, store = dist.get_rank(), dist.get_world_size(), default_store() or HashStore()
@@ -58,14 +54,6 @@ def join_program(ranks: Sequence[int] | None = None) -> Program:
     else:
         rank, world_size, store = 0, 1, HashStore()
     chosen = tuple(range(world_size)) if ranks is None else tuple(ranks)
-    if rank not in chosen:
-        raise PlanMismatchError(
-            f"Rank {rank} is not in the device mesh, which has the ranks {', '.join(map(str, chosen))}.",
-            subject="mesh",
-            expected=str(list(chosen)),
-            found=str(rank),
-            what_to_do="Call this on the ranks of the mesh only.",
-        )
     return Program(rank=rank, ranks=chosen, store=store)
 
 

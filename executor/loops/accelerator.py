@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from executor.loops.adoption import refuse_mixed_precision, take_whole_batches
 from executor.loops.whole_state import whole_state_dict
+from executor.resolve.sharded_as import plan_of
 from executor.runtime.root.sharded_root import find_root, root_of
 from executor.weights.dcp.training_state import load_training_state, save_training_state
 from planner.errors import LoopError
@@ -41,9 +42,11 @@ def prepare_accelerator(accelerator: Any, module: nn.Module) -> Any:
         PlanMismatchError: ``module`` is not sharded.
         LoopError: the accelerator has mixed precision or a plugin, such as FSDP, that shards modules itself.
     """
-    _, root = root_of(module)
+    sharded, _ = root_of(module)
     refuse_mixed_precision(
-        str(accelerator.mixed_precision), root.plan.job.dtype, option="Make the Accelerator without mixed_precision"
+        str(accelerator.mixed_precision),
+        plan_of(sharded).job.dtype,
+        option="Make the Accelerator without mixed_precision",
     )
     kind = accelerator.distributed_type.value
     if not kind.startswith("MULTI_") and kind != "NO":

@@ -23,9 +23,10 @@ def take_whole_batches(module: nn.Module) -> nn.Module:
         LoopError: the plan's mesh does not have all ranks of the process group.
     """
     sharded, root = root_of(module)
-    if root.device_mesh.size() != dist.get_world_size():
+    size = root.redistributor.device_mesh.size()
+    if size != dist.get_world_size():
         raise LoopError(
-            f"The plan runs on {root.device_mesh.size()} ranks, but the process group has {dist.get_world_size()}.",
+            f"The plan runs on {size} ranks, but the process group has {dist.get_world_size()}.",
             what_to_do="Start as many processes as the plan has devices.",
         )
     root.form.is_whole = root.form.keeps_logits_sharded = True

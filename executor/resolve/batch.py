@@ -120,8 +120,7 @@ def local_batch(
             and are cut here if the plan splits them.
 
     Raises:
-        PlanError: the module was not sharded.
-        PlanMismatchError: this process is no rank of the mesh.
+        PlanMismatchError: the module was not sharded, or this process is no rank of the mesh.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
         UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
     """

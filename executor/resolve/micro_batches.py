@@ -26,7 +26,7 @@ def local_micro_batches(module: nn.Module, batch: Any) -> list[Any]:
             Tensors whose first dim is that of the first tensor hold samples, and are split; others are passed whole.
 
     Raises:
-        PlanError: the module is not sharded. `UnmatchedKeyError`: the plan does not name a tensor of the batch.
+        PlanMismatchError: the module is not sharded. `UnmatchedKeyError`: the plan does not name a tensor of the batch.
         PlanLayoutError: the samples do not divide into micro-batches, or a tensor does not divide over the mesh.
     """
     plan, mesh = plan_of(module), mesh_of(module)

@@ -64,9 +64,11 @@ def _placed(
 
 
 def _with_storage(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return ``tensor`` outside autograd; if it is on meta, one without values on the device of ``mesh``."""
+    """Return ``tensor`` outside autograd, on the type of device of ``mesh``; one without values if it is on meta."""
     tensor = tensor.detach()
-    return torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=mesh.device_type)
+    return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
 
 def place_buffers(
@@ -77,9 +79,10 @@ def place_buffers(
     outside: Collection[nn.Module] = (),
     values_from_source: bool = False,
 ) -> None:
-    """Give all ranks the buffers of one rank, persistent or not; they stay plain. All ranks call this function.
+    """Give all ranks the buffers of one rank, persistent or not, on their devices. All ranks call this function.
 
-    Buffers on the meta device stay there, unless the source rank has values for them. DTensors stay as they are.
+    They stay plain. Those on the meta device stay there, unless the source rank has values for them. DTensors stay as
+    they are.
 
     Args:
         module: the root module.
@@ -88,8 +91,6 @@ def place_buffers(
         outside: modules whose buffers are left alone, because a Sharder has made them.
         values_from_source: whether the source rank has values for all buffers, and other ranks may be on meta.
     """
-    if src_data_rank is None:
-        return
     excluded = {item for replacement in outside for item in replacement.modules()}
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for owner in module.modules():
@@ -99,17 +100,18 @@ def place_buffers(
             if buffer is None or (buffer.is_meta and not values_from_source) or isinstance(buffer, DTensor):
                 continue
             if buffer not in placed:
-                placed[buffer] = _sent(_with_storage(buffer, mesh), mesh, src_data_rank)
+                values = _with_storage(buffer, mesh)
+                placed[buffer] = values if src_data_rank is None else _sent(values, mesh, src_data_rank)
             owner._buffers[name] = placed[buffer]
 
 
 def _sent(buffer: torch.Tensor, mesh: DeviceMesh, src_data_rank: int) -> torch.Tensor:
     """Return ``buffer`` with the values of the source rank; it is itself unless its elements may share memory."""
     # As bytes, because not every backend sends every dtype.
-    data = buffer.detach().contiguous().reshape(-1).view(torch.uint8).to(mesh.device_type)
+    data = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
     replicated = [Replicate()] * mesh.ndim
     received = local_of(distribute_tensor(data, mesh, replicated, src_data_rank=src_data_rank))
-    values = received.view(buffer.dtype).view(buffer.shape).to(buffer.device)
+    values = received.view(buffer.dtype).view(buffer.shape)
     if not buffer.is_contiguous():
         return values
     with torch.no_grad():

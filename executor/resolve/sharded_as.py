@@ -1,4 +1,4 @@
-"""`plan_of`, `mesh_of`: the plan and the mesh that a module was sharded with."""
+"""`plan_of`, `mesh_of`: the plan and the mesh that a module was sharded with; `not_sharded`, the error of any other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from planner.errors import PlanError
+from planner.errors import PlanMismatchError
 from planner.plan.sharding_plan import ShardingPlan
 
 _ATTRIBUTE = "sharded_as"
@@ -35,22 +35,31 @@ def sharded_as(module: nn.Module) -> ShardedAs:
     """Return the plan and the mesh that ``module`` was sharded with.
 
     Raises:
-        PlanError: neither `shard_module` nor `auto_parallelize` was called on this module.
+        PlanMismatchError: neither `shard_module` nor `auto_parallelize` returned this module.
     """
     found = getattr(module, _ATTRIBUTE, None)
     if not isinstance(found, ShardedAs):
-        raise PlanError(
-            f"This {type(module).__name__} was not sharded.",
-            what_to_do="Give the module that auto_parallelize or shard_module returned, not a wrapper or a part of it.",
-        )
+        raise not_sharded(module)
     return found
+
+
+def not_sharded(module: nn.Module) -> PlanMismatchError:
+    """Return the error of a call that needs a sharded module, and got ``module``."""
+    name = type(module).__name__
+    return PlanMismatchError(
+        f"This {name} is no sharded module.",
+        subject="module",
+        expected="a module that shard_module or auto_parallelize returned",
+        found=name,
+        what_to_do="Give the module that auto_parallelize or shard_module returned, not a part of it.",
+    )
 
 
 def plan_of(module: nn.Module) -> ShardingPlan:
     """Return the plan that ``module`` was sharded with.
 
     Raises:
-        PlanError: as `sharded_as`.
+        PlanMismatchError: as `sharded_as`.
     """
     return sharded_as(module).plan
 
@@ -59,6 +68,6 @@ def mesh_of(module: nn.Module) -> DeviceMesh:
     """Return the device mesh that ``module`` was sharded on.
 
     Raises:
-        PlanError: as `sharded_as`.
+        PlanMismatchError: as `sharded_as`.
     """
     return sharded_as(module).device_mesh

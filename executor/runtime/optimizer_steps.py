@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from executor.resolve.sharded_as import not_sharded
 from executor.runtime.grad_reduction import GradientReduction
 from executor.torch_internals.dtensor import current_backward_pass
 from executor.torch_internals.optim import mend_grad_scaler, mend_muon
-from planner.errors import PlanMismatchError, RunError
+from planner.errors import RunError
 
 _roots: weakref.WeakKeyDictionary[GradientReduction, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """The gradient reductions of all sharded modules that are alive, with their modules."""
@@ -58,13 +59,7 @@ def set_accumulation_steps(module: nn.Module, steps: int) -> None:
     modules = set(module.modules())
     reductions = [reduction for reduction, root in _roots.items() if root() in modules]
     if not reductions:
-        raise PlanMismatchError(
-            "This module is not sharded, and has no sharded module inside.",
-            subject="module",
-            expected="a module that shard_module returned",
-            found=type(module).__name__,
-            what_to_do="Call set_accumulation_steps after shard_module.",
-        )
+        raise not_sharded(module)
     for reduction in reductions:
         reduction.accumulation_steps = steps
 

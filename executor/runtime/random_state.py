@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from executor.resolve.sharded_as import not_sharded
 from executor.torch_internals.random import default_generators, random_ops_run_in
 from planner.errors import PlanTypeError
 
@@ -142,7 +143,7 @@ def seed_random_ops(module: nn.Module, seed: int) -> None:
         seed: any integer.
 
     Raises:
-        PlanTypeError: ``module`` was not sharded.
+        PlanMismatchError: ``module`` was not sharded.
     """
     _find(module).seed(seed)
 
@@ -151,7 +152,7 @@ def random_state(module: nn.Module) -> torch.Tensor:
     """Return the state of a sharded module's random numbers, equal on all ranks, for a checkpoint: uint8 [bytes].
 
     Raises:
-        PlanTypeError: ``module`` was not sharded.
+        PlanMismatchError: ``module`` was not sharded.
     """
     return _find(module).get()
 
@@ -160,7 +161,8 @@ def set_random_state(module: nn.Module, state: torch.Tensor) -> None:
     """Continue the random numbers of a sharded module from ``state``, which ``random_state`` returned: uint8 [bytes].
 
     Raises:
-        PlanTypeError: ``module`` was not sharded, or ``state`` comes from another kind of device.
+        PlanMismatchError: ``module`` was not sharded.
+        PlanTypeError: ``state`` comes from another kind of device.
     """
     _find(module).set(state)
 
@@ -168,10 +170,5 @@ def set_random_state(module: nn.Module, state: torch.Tensor) -> None:
 def _find(module: nn.Module) -> RandomState:
     state = _of_module.get(module)
     if state is None:
-        raise PlanTypeError(
-            f"{type(module).__name__} has no random numbers of its own, because shard_module did not return it.",
-            field="module",
-            key="",
-            what_to_do="Pass the root module that you passed to shard_module.",
-        )
+        raise not_sharded(module)
     return state

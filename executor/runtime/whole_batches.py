@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, format_layout
 from executor.redistribute import Redistributor
+from executor.resolve.sharded_as import not_sharded
 from executor.runtime.implicit_replication import implicit_replication
 from executor.runtime.run_context import RunContexts
 from executor.torch_internals.generation import start_fully_sharded
-from planner.errors import PlanMismatchError, RunError
+from planner.errors import RunError
 from planner.model_rewrites.cache_argument import is_cache
 
 _logger = logging.getLogger("shardplan")
@@ -109,13 +110,7 @@ def whole_batches(module: nn.Module) -> Iterator[None]:
     """
     form = _forms.get(module)
     if form is None:
-        raise PlanMismatchError(
-            f"{type(module).__name__} is no sharded module.",
-            subject="module",
-            expected="the result of shard_module",
-            found="a plain module",
-            what_to_do="Call whole_batches with the module that shard_module returned.",
-        )
+        raise not_sharded(module)
     before, form.is_whole = form.is_whole, True
     try:
         yield

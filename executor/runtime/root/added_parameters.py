@@ -28,13 +28,13 @@ def shard_added_parameters(module: nn.Module) -> nn.Module:
     _, root = root_of(module)
     _check_adapters(module)
     placed: dict[nn.Parameter, nn.Parameter] = {}
-    layout = (Replicate(),) * root.device_mesh.ndim
+    layout = (Replicate(),) * root.redistributor.device_mesh.ndim
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
                 continue
             if parameter not in placed:
-                tensor = distribute_tensor(parameter.detach().contiguous(), root.device_mesh, layout)
+                tensor = distribute_tensor(parameter.detach().contiguous(), root.redistributor.device_mesh, layout)
                 placed[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             part.register_parameter(name, placed[parameter])
     root.reduction.attach(placed.values())

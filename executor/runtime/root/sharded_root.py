@@ -9,30 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from executor.redistribute import Redistributor
+from executor.resolve.sharded_as import not_sharded
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import RunContexts
 from executor.runtime.whole_batches import BatchForm
 from planner.errors import PlanMismatchError
-from planner.plan.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedRoot:
-    """A sharded module with its plan.
+    """What runs a sharded module; its plan and its mesh are in `executor.resolve.sharded_as`.
 
     Attributes:
-        plan: the plan that it runs.
-        device_mesh: mesh of the ranks that run it.
         form: whether its batches are whole.
         redistributor: redistributes tensors on the mesh.
         reduction: reduces the gradients of its parameters.
     """
 
-    plan: ShardingPlan
-    device_mesh: DeviceMesh
     form: BatchForm
     redistributor: Redistributor
     reduction: GradientReduction
@@ -69,13 +64,7 @@ def root_of(module: nn.Module) -> tuple[nn.Module, ShardedRoot]:
     """
     found = find_root(module)
     if found is None:
-        raise PlanMismatchError(
-            f"{type(module).__name__} is no sharded module.",
-            subject="module",
-            expected="the result of shard_module",
-            found="a plain module",
-            what_to_do="Call shard_module first.",
-        )
+        raise not_sharded(module)
     return found
 
 

@@ -18,7 +18,7 @@ from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.runtime.random_state import random_state, seed_random_ops, set_random_state
 from executor.shard import shard_module
-from planner.errors import PlanTypeError
+from planner.errors import PlanMismatchError
 from planner.plan.sharding_plan import Port, ShardingPlan
 
 SHAPE = (8, 2, 6, 4)
@@ -214,5 +214,5 @@ def test_the_callers_generator_is_left_alone(results: list[dict[str, Any]]) -> N
 
 
 def test_an_unsharded_module_has_no_random_state() -> None:
-    with pytest.raises(PlanTypeError, match="shard_module"):
+    with pytest.raises(PlanMismatchError, match="no sharded module"):
         random_state(Blocks())

@@ -176,7 +176,7 @@ def test_a_fault_of_the_first_rank_alone_is_raised_on_all(tables: list[dict[str,
 
 def test_a_module_that_is_not_sharded_has_no_plan(tables: list[dict[str, Any]]) -> None:
     assert tables[0]["not sharded"] == (
-        "PlanError",
-        "This Linear was not sharded. Give the module that auto_parallelize or shard_module returned, not a wrapper "
-        "or a part of it.",
+        "PlanMismatchError",
+        "This Linear is no sharded module. Give the module that auto_parallelize or shard_module returned, not a part "
+        "of it.",
     )

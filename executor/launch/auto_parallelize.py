@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model import ClusterSpec
 from executor.launch.exchange import PlanExchange
 from executor.launch.program import Program, join_program, start_group
+from executor.resolve.checks import check_member
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner.build import build_plan, shows_job_options
@@ -67,7 +68,10 @@ def auto_parallelize(
         ClusterError: the ranks have different devices, or devices that the catalogue lacks.
     """
     device_mesh = options.get("mesh")
-    ranks = device_mesh.mesh.flatten().tolist() if isinstance(device_mesh, DeviceMesh) else None
+    ranks = None
+    if isinstance(device_mesh, DeviceMesh):
+        check_member(device_mesh)
+        ranks = device_mesh.mesh.flatten().tolist()
     program, local = join_program(ranks), local_devices()
     exchange = PlanExchange(program)
     places = exchange.gather(json.dumps([socket.gethostname(), dataclasses.asdict(local)]).encode())
@@ -82,7 +86,6 @@ def auto_parallelize(
         report(_outcome(plan, program, backend))
     if not isinstance(device_mesh, DeviceMesh):
         device_mesh = device_mesh_for(plan, device_type=local.type)
-    _move_buffers(module, device_mesh.device_type)
     return shard_module(module, device_mesh, plan)
 
 
@@ -126,14 +129,6 @@ def _check_size(cluster: Any, ranks: int) -> None:
             what_to_do="Leave the cluster out, or start one rank for each device.",
             field="cluster",
         )
-
-
-def _move_buffers(module: nn.Module, device_type: str) -> None:
-    """Move the buffers of ``module`` to the current device of ``device_type``; parameters move as they are sharded."""
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if not buffer.is_meta and buffer.device.type != device_type:
-                setattr(part, name, buffer.to(device_type))
 
 
 def _outcome(plan: ShardingPlan, program: Program, backend: str | None) -> Iterator[str]:
