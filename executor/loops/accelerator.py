@@ -43,11 +43,8 @@ def prepare_accelerator(accelerator: Any, module: nn.Module) -> Any:
         LoopError: the accelerator has mixed precision or a plugin, such as FSDP, that shards modules itself.
     """
     sharded, _ = root_of(module)
-    refuse_mixed_precision(
-        str(accelerator.mixed_precision),
-        plan_of(sharded).job.dtype,
-        option="Make the Accelerator without mixed_precision",
-    )
+    precision, dtype = str(accelerator.mixed_precision), plan_of(sharded).job.dtype
+    refuse_mixed_precision(precision, dtype, option="Make the Accelerator without mixed_precision")
     kind = accelerator.distributed_type.value
     if not kind.startswith("MULTI_") and kind != "NO":
         raise LoopError(

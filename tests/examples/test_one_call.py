@@ -51,7 +51,7 @@ def test_an_own_module_trains_as_unsharded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hugging_face_model_trains_as_unsharded(tmp_path: Path) -> None:
-    """It is examples/one_call.py; tests/executor/launch/test_auto_parallelize_gloo.py trains one in the ordinary suite."""
+    """It is examples/one_call.py; tests/executor/launch trains one in every suite."""
     trained = launch("hugging-face", tmp_path)[0]["hugging-face"]
     assert trained["loss"] == pytest.approx(trained["expected"], rel=1e-5)
     assert trained["difference"] < 1e-5
