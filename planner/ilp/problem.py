@@ -42,17 +42,18 @@ class Edge:
 
 def same_producer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> Edge:
     """Return an edge on which the producers of ``a`` and ``b`` need ports that ``agree``."""
-    return _same_port(a.producer, a.producer_ports, b.producer, b.producer_ports, agree)
+    return same_port(a.producer, a.producer_ports, b.producer, b.producer_ports, agree)
 
 
 def same_consumer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> Edge:
     """Return an edge on which the consumers of ``a`` and ``b`` need ports that ``agree``."""
-    return _same_port(a.consumer, a.consumer_ports, b.consumer, b.consumer_ports, agree)
+    return same_port(a.consumer, a.consumer_ports, b.consumer, b.consumer_ports, agree)
 
 
-def _same_port(
+def same_port(
     node: int, ports: tuple[int, ...], other: int, other_ports: tuple[int, ...], agree: Callable[[int, int], bool]
 ) -> Edge:
+    """Return an edge on which two nodes, with a port for each of their choices, need ports that ``agree``."""
     distinct_other_ports = dict.fromkeys(other_ports)
     pairs: dict[tuple[int, int], Charge] = {
         (p, q): {} for p in dict.fromkeys(ports) for q in distinct_other_ports if agree(p, q)

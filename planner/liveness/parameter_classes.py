@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.ilp.quantities import NEVER_ALIVE, Lifetime, Quantity
@@ -23,7 +23,9 @@ class ParameterClass:
 
     Attributes:
         values: the parameters.
-        uses: (region class, slot) -> number of uses of each parameter there.
+        uses: (region class, slot) -> number of redistributions of each parameter there; 0: it is used there as it was
+            redistributed for another use, to which `same_layout` joins it.
+        same_layout: pairs of uses under one name, which need the same layout.
         gradients: lifetime of gradients.
         working: use -> lifetime of the parameters that an op uses at the candidate.
         pending: use -> lifetime of gradients from that use, if it is the last of several uses in the forward. Each
@@ -33,10 +35,15 @@ class ParameterClass:
 
     values: tuple[str, ...]
     uses: Mapping[tuple[int, int], int]
+    same_layout: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
     gradients: Lifetime
     working: Mapping[tuple[int, int], Lifetime]
     pending: Mapping[tuple[int, int], Lifetime]
     unreduced: Lifetime
+
+    def sharing(self, use: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+        """Return ``use`` and the uses that are served by what is redistributed for it."""
+        return use, *(other for first, other in self.same_layout if first == use)
 
     def without_peak_candidates(self) -> ParameterClass:
         """Return the class with empty lifetimes."""
@@ -93,25 +100,43 @@ class FsdpGroup:
 
 def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
     """Return the parameter classes: parameters with the same uses are in one class."""
-    uses: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
-    for region in regions.regions:
-        for position, slot in enumerate(region.slots):
-            if slot.origin == "parameter":
-                uses[slot.value.name][regions.class_of[region.index], position] += 1
-    groups: dict[tuple[tuple[tuple[int, int], int], ...], list[str]] = defaultdict(list)
-    for value, use_counts in uses.items():
-        groups[tuple(sorted(use_counts.items()))].append(value)
+    uses: dict[str, dict[tuple[int, int], int]] = {}
+    joined: dict[str, tuple[tuple[tuple[int, int], tuple[int, int]], ...]] = {}
+    for value, calls in _reader_calls(regions).items():
+        uses[value], joined[value] = {}, ()
+        for by_use in calls.values():
+            first = max(by_use, key=lambda use: len(by_use[use]))
+            seen: set[int] = set()
+            for use in (first, *(other for other in by_use if other != first)):
+                uses[value][use] = uses[value].get(use, 0) + len(by_use[use] - seen)
+                seen |= by_use[use]
+            joined[value] += tuple((first, use) for use in by_use if use != first)
+    groups: dict[Hashable, list[str]] = defaultdict(list)
+    for value, counts in uses.items():
+        groups[tuple(sorted(counts.items())), joined[value]].append(value)
     return tuple(
         ParameterClass(
             values=tuple(values),
-            uses=dict(key),
+            uses=dict(sorted(uses[values[0]].items())),
+            same_layout=joined[values[0]],
             gradients=_gradients(values, timeline),
-            working={use: _working(use[0], values, regions, timeline) for use, _ in key},
-            pending={use: _pending(use[0], values, regions, timeline) for use, _ in key},
+            working={use: _working(use[0], values, regions, timeline) for use in uses[values[0]]},
+            pending={use: _pending(use[0], values, regions, timeline) for use in uses[values[0]]},
             unreduced=_unreduced(values, timeline),
         )
-        for key, values in groups.items()
+        for values in groups.values()
     )
+
+
+def _reader_calls(regions: RegionGraph) -> dict[str, dict[str, dict[tuple[int, int], set[int]]]]:
+    """Return parameter -> name -> use (region class, slot) -> calls of the parameter's reader that contain the use."""
+    found: dict[str, dict[str, dict[tuple[int, int], set[int]]]] = {}
+    for region in regions.regions:
+        for position, slot in enumerate(region.slots):
+            if slot.origin == "parameter" and slot.parameter is not None and slot.reader is not None:
+                by_use = found.setdefault(slot.value.name, {}).setdefault(slot.parameter, {})
+                by_use.setdefault((regions.class_of[region.index], position), set()).add(slot.reader)
+    return found
 
 
 def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:

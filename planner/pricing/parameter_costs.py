@@ -32,7 +32,8 @@ class ParameterClassUse:
 
     Attributes:
         value: one of the parameters.
-        count: uses per micro-batch, of all parameters of the class together.
+        count: uses per micro-batch, of all parameters of the class together; 0: the parameters are used as they were
+            redistributed for another use.
         saved: whether autograd saves the parameter for backward, so that the backward all-gathers it again.
         recomputed: whether the use is inside a checkpointed block.
         last_in_backward: whether the use comes last in the backward, so that its gradient's reduction has no compute to
@@ -217,6 +218,8 @@ class ParameterPricer:
         forward = self._one_way(value, stored, layout, "forward", calls, FORWARD.blocking)
         if forward is None:
             return None
+        if not use.count:
+            return FREE
         prices = [forward]
         if layout != stored and self._run.job.phase != "training":
             prices.append(self._inference_copy(value, stored, layout, calls, use.working))
@@ -244,6 +247,8 @@ class ParameterPricer:
         reduction = self._reduction(value, gradient, target, use.count, use.last_in_backward, once=once)
         if reduction is None:
             return None
+        if not use.count:
+            return FREE
         pending_nbytes = value.nbytes / split_factor(gradient, self._run.mesh.shape)
         prices = [reduction, Price(charge=use.pending.charge(pending_nbytes))]
         if self._run.micro_batches > 1 and once:

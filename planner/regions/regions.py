@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 
-from planner.errors import ModelError
 from planner.graph.op_graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name, writes_plain
 from planner.regions.module_bodies import OUTSIDE, ModuleBodies, SlotKey
+from planner.regions.parameter_readers import ParameterReaders, find_parameter_readers
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
@@ -42,6 +42,7 @@ class Slot:
         source: of an entry, the slot that it comes from; None for a model input.
         boundary: of an entry, the module boundary at which it may be redistributed.
         parameter: of a parameter, the FQN by which this region uses it.
+        reader: of a parameter, the call of its reader (`planner.regions.parameter_readers`).
     """
 
     value: Value
@@ -49,6 +50,7 @@ class Slot:
     source: SlotKey | None = None
     boundary: Crossing | None = None
     parameter: str | None = None
+    reader: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class RegionGraph:
     """All regions of a graph, their classes, and the links between them; ``class_of`` maps a region to its class."""
 
     graph: OpGraph
+    readers: ParameterReaders
     regions: tuple[Region, ...]
     classes: tuple[RegionClass, ...]
     class_of: tuple[int, ...]
@@ -175,8 +178,9 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
         members[sets.find(("op", op.name))][0].append(op)
     for key in entries:
         members[sets.find(("slot", key))][1].append(key)
-    regions = [_build_region(graph, bodies, index, *items) for index, items in enumerate(members.values())]
-    return _with_links(graph, regions, fold)
+    readers = find_parameter_readers(graph)
+    regions = [_build_region(graph, bodies, readers, index, *items) for index, items in enumerate(members.values())]
+    return _with_links(graph, readers, regions, fold)
 
 
 def _has_layouts(graph: OpGraph, op: Op) -> bool:
@@ -207,7 +211,12 @@ def _slot_key(bodies: ModuleBodies, value: str, call: int) -> SlotKey:
 
 
 def _build_region(
-    graph: OpGraph, bodies: ModuleBodies, index: int, ops: Sequence[Op], entries: Sequence[SlotKey]
+    graph: OpGraph,
+    bodies: ModuleBodies,
+    readers: ParameterReaders,
+    index: int,
+    ops: Sequence[Op],
+    entries: Sequence[SlotKey],
 ) -> Region:
     call = ops[0].call if ops else entries[0][1]
     fqn = "" if call == OUTSIDE else graph.calls[call].fqn
@@ -224,8 +233,8 @@ def _build_region(
         position(key, _slot(graph, bodies, key))
     region_ops = []
     for op in ops:
-        inputs = tuple(position(*_keyed_slot(graph, bodies, op, value, fqn)) for value in op.inputs)
-        outputs = tuple(position(*_keyed_slot(graph, bodies, op, value, fqn)) for value in op.outputs)
+        inputs = tuple(position(*_keyed_slot(graph, bodies, readers, op, value)) for value in op.inputs)
+        outputs = tuple(position(*_keyed_slot(graph, bodies, readers, op, value)) for value in op.outputs)
         region_ops.append(RegionOp(op=op, inputs=inputs, outputs=outputs))
     signature = (
         re.sub(r"\d+", "*", fqn),
@@ -244,13 +253,15 @@ def _slot(graph: OpGraph, bodies: ModuleBodies, key: SlotKey) -> Slot:
     return Slot(value=graph.values[key[0]], origin="op")
 
 
-def _keyed_slot(graph: OpGraph, bodies: ModuleBodies, op: Op, value: str, fqn: str) -> tuple[Hashable, Slot]:
+def _keyed_slot(
+    graph: OpGraph, bodies: ModuleBodies, readers: ParameterReaders, op: Op, value: str
+) -> tuple[Hashable, Slot]:
     """Return the slot of a tensor that ``op`` reads or writes, and a key that is the same for all ops of the region."""
     tensor = graph.values[value]
     if tensor.kind == "parameter":
-        return ("parameter", value), Slot(
-            value=tensor, origin="parameter", parameter=_parameter_name(graph, value, fqn)
-        )
+        read = op.name, value
+        slot = Slot(value=tensor, origin="parameter", parameter=readers.names[read], reader=readers.calls[read])
+        return ("parameter", value), slot
     if tensor.kind == "plain" and _decided_by_plain_entry(graph, bodies, op, value):
         _, boundary = bodies.entries[value, op.call]
         return (value, op.call), Slot(value=tensor, origin="entry", source=None, boundary=boundary)
@@ -258,25 +269,6 @@ def _keyed_slot(graph: OpGraph, bodies: ModuleBodies, op: Op, value: str, fqn: s
         return ("plain", value), Slot(value=tensor, origin="plain")
     key = _slot_key(bodies, value, op.call)
     return key, _slot(graph, bodies, key)
-
-
-def _parameter_name(graph: OpGraph, value: str, fqn: str) -> str:
-    """Return the FQN by which module ``fqn``, or the nearest module around it, owns the parameter.
-
-    Raises:
-        ModelError: neither the module nor one around it owns it.
-    """
-    names = graph.parameters[value]
-    own = [name for name in names if name.rpartition(".")[0] == fqn]
-    around = [name for name in names if (fqn + ".").startswith(name.rpartition(".")[0] + ".") or "." not in name]
-    nearest_first = own or sorted(around, key=len, reverse=True)
-    if not nearest_first:
-        raise ModelError(
-            f"Module {fqn or '(root)'!r} uses parameter {names[0]!r} of a module that it is not part of.",
-            what_to_do="Pass the tensor as an argument, or register the parameter on the module that uses it.",
-            module=fqn,
-        )
-    return nearest_first[0]
 
 
 # --- signatures ------------------------------------------------------------------------------------------------------
@@ -320,7 +312,9 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
 # --- links and classes -----------------------------------------------------------------------------------------------
 
 
-def _with_links(graph: OpGraph, regions: Sequence[Region], fold: bool) -> RegionGraph:
+def _with_links(
+    graph: OpGraph, readers: ParameterReaders, regions: Sequence[Region], fold: bool
+) -> RegionGraph:
     slot_of: dict[SlotKey, tuple[int, int]] = {}
     for region in regions:
         for position, slot in enumerate(region.slots):
@@ -342,7 +336,9 @@ def _with_links(graph: OpGraph, regions: Sequence[Region], fold: bool) -> Region
                 )
     linked = tuple(dataclasses.replace(region, exits=tuple(sorted(exits[region.index]))) for region in regions)
     classes, class_of = _classify(linked, lambda region: None if fold else region.fqn)
-    return RegionGraph(graph=graph, regions=linked, classes=classes, class_of=class_of, links=tuple(links))
+    return RegionGraph(
+        graph=graph, readers=readers, regions=linked, classes=classes, class_of=class_of, links=tuple(links)
+    )
 
 
 def split_classes(regions: RegionGraph, part_of: Callable[[Region], Hashable]) -> RegionGraph:
