@@ -140,8 +140,6 @@ def observed_collectives(
     plan: ShardingPlan,
     example_inputs: Any,
     micro_batches: int | None = None,
-    *,
-    with_backward: bool = True,
 ) -> Counts:
     """Return the collectives that rank 0 of a fake process group runs in one step.
 
@@ -150,7 +148,6 @@ def observed_collectives(
         plan: as for ``verify``.
         example_inputs: as for ``verify``.
         micro_batches: as for ``verify``.
-        with_backward: whether a training step runs its backward; False runs the forward alone.
 
     Raises:
         RunError: the step fails; the message names the module, the op and its shapes.
@@ -161,7 +158,7 @@ def observed_collectives(
         stack.enter_context(fake_processes(plan.mesh.size))
         device_mesh = device_mesh_for(plan, device_type="cpu")
         stack.enter_context(unpacked_sequences())
-        step = _Step(device_mesh, plan, with_backward=with_backward)
+        step = _Step(device_mesh, plan)
         model = step.sharded(module, dataclasses.replace(plan, micro_batches=run))
         batch = local_batch(_meta_inputs(example_inputs), device_mesh, plan)
         if plan.job.phase == "decode":
@@ -179,8 +176,8 @@ def observed_collectives(
 class _Step:
     """Runs one step of a plan on meta tensors, and counts its collectives."""
 
-    def __init__(self, device_mesh: DeviceMesh, plan: ShardingPlan, *, with_backward: bool) -> None:
-        self._device_mesh, self._plan, self._with_backward = device_mesh, plan, with_backward
+    def __init__(self, device_mesh: DeviceMesh, plan: ShardingPlan) -> None:
+        self._device_mesh, self._plan = device_mesh, plan
         self._phases = PhaseTracker()
         self._counter = self._new_counter()
         self._trace = CallTrace(lambda: self._counter.last_op)
@@ -204,15 +201,14 @@ class _Step:
     def run_micro_batch(self, model: nn.Module, batch: Any) -> Counts:
         """Return the collectives of one micro-batch."""
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-        training = self._plan.job.training and self._with_backward
         self._counter = self._new_counter()
         with self._counter:
             with self._trace.reported("the forward"), torch.set_grad_enabled(self._plan.job.training):
                 output = model(*args, **kwargs)
-            if training:
+            if self._plan.job.training:
                 with self._trace.reported("the backward"):
-                    loss = _loss(output)
-                    loss.backward(_ones_like(loss))
+                    differentiated = _differentiated(output)
+                    torch.autograd.backward(differentiated, list(map(_ones_like, differentiated)))
         return self._counter.counts
 
 
@@ -242,13 +238,11 @@ def _ones_like(loss: torch.Tensor) -> torch.Tensor:
     return make_dtensor(ones, loss.device_mesh, conjugate(tuple(loss.placements)), loss.shape, loss.stride())
 
 
-def _loss(output: Any) -> torch.Tensor:
-    """Return the loss in the output of a module, or the first tensor of the output."""
-    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if loss is None:
-        loss = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    assert isinstance(loss, torch.Tensor)
-    return loss
+def _differentiated(output: Any) -> list[torch.Tensor]:
+    """Return what a step differentiates: the loss in the output of a module, or all its results without a loss."""
+    results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    losses = [result for result in results if result.dim() == 0]
+    return losses[:1] or results
 
 
 @contextmanager

@@ -192,6 +192,4 @@ def _verified(plan: ShardingPlan) -> list[str]:
     reason = "" if verification.reason is None else f" ({verification.reason})"
     if verification.outcome == "as-planned":
         return labelled("verified", f"yes: {run}")
-    if verification.outcome == "forward-as-planned":
-        return labelled("verified", f"the forward: {run}{reason}")
     return labelled("verified", f"no{reason}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from covered.small_tables import MORE, SIZES, SPECIAL_TOKENS
+from covered.small_tables import MORE, SECTIONED, SIZES, SPECIAL_TOKENS
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -111,14 +111,7 @@ def _with_small_sections(config: PreTrainedConfig, fields: Mapping[str, Any]) ->
         small["original_max_position_embeddings"] = 64
         small.pop("max_position_embeddings", None)
     needs = "mrope_section" in parameters or "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ())
-    needs = needs or config.model_type in {
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "glm4v_text",
-        "glm_ocr_text",
-        "paddleocr_vl_text",
-    }
-    if needs:
+    if needs or config.model_type in SECTIONED:
         third = half // 3
         small["mrope_section"] = [half - 2 * third, third, third]
     return {"rope_parameters": small} if small != parameters else {}

@@ -24,14 +24,16 @@ class ParameterLayouts:
     Attributes:
         owner: module in which the parameter is registered.
         attribute: name of the parameter in ``owner``.
+        reader: module whose forward reads the parameter: ``owner``, or one around it.
         stored: layout between steps; the same under all names of a tied parameter.
-        compute: layout that the forward of ``owner`` needs.
+        compute: layout that the forward of ``reader`` needs.
         gradient: layout to which every backward brings the gradient; None leaves it in the layout in which autograd
             gives it, until gradients are reduced at the end of the step.
     """
 
     owner: nn.Module
     attribute: str
+    reader: nn.Module
     stored: Layout
     compute: Layout
     gradient: Layout | None
@@ -81,6 +83,7 @@ def with_tied_names(names: Collection[str], parameters: Mapping[str, nn.Paramete
 def resolve_parameters(
     module: nn.Module,
     layouts_by_field: Mapping[str, Mapping[str, Layout]],
+    read_above: Mapping[str, int],
     *,
     axes: int,
     has_root_inputs: bool,
@@ -97,6 +100,7 @@ def resolve_parameters(
     Args:
         module: the root module, not yet sharded.
         layouts_by_field: the result of ``named_layouts``.
+        read_above: FQN -> levels between the parameter's module and its reader; FQNs without any are left out.
         axes: number of axes of the mesh.
         has_root_inputs: whether the plan has layouts for the inputs of the root.
         replaced: modules that Sharders replace.
@@ -129,10 +133,12 @@ def resolve_parameters(
                 found="DTensor",
                 what_to_do="Apply one plan, once, to a plain module.",
             )
-        owner, _, attribute = fqn.rpartition(".")
+        *owner, attribute = fqn.split(".")
+        reader = owner[: len(owner) - read_above.get(fqn, 0)]
         layouts[fqn] = ParameterLayouts(
-            owner=module.get_submodule(owner),
+            owner=module.get_submodule(".".join(owner)),
             attribute=attribute,
+            reader=module.get_submodule(".".join(reader)),
             stored=stored[parameter],
             compute=layouts_by_field["compute_plan"].get(fqn, stored[parameter]),
             gradient=layouts_by_field["gradient_plan"].get(fqn),

@@ -120,6 +120,7 @@ def resolve_plan(
     layouts = resolve_parameters(
         module,
         layouts_by_field,
+        resolve_keys(plan.read_above, parameters, field="read_above", what="parameter"),
         axes=len(plan.mesh.shape),
         has_root_inputs=any(not port.to_local for port in boundaries.inputs.get("", {}).values()),
         replaced=[modules[fqn] for fqn in sharder_names],

@@ -1,8 +1,8 @@
-"""Parameters at use: every module sees the compute dtype, and the owning module alone sees the compute layout.
+"""Parameters at use: every module sees the compute dtype, and only their reader's forward sees the compute layout.
 
 Between steps a parameter is sharded and in its stored dtype. During a forward or a recomputation
-``ComputeDtypeParameters`` shows it cast to all modules; while the owner's own forward runs, ``ComputeLayoutForward``
-also redistributes it to its compute layout. In backward the gradient stays in the layout in which the op gives it, for
+``ComputeDtypeParameters`` shows it cast to all modules; while its reader's forward runs (that of its owner, or of a
+module around it), ``ComputeLayoutForward`` also redistributes it to its compute layout. In backward the gradient stays in the layout in which the op gives it, for
 instance partial, until ``grad_reduction`` reduces it once a step. If ``gradient_plan`` has a layout for the parameter,
 every backward redistributes the gradient to that layout. Parameters of FSDP groups are handled by
 ``executor.runtime.fully_sharded`` instead.
@@ -72,7 +72,7 @@ class ComputeDtypeParameters:
 
 
 class ComputeLayoutForward:
-    """A module's forward, during which the module's own parameters are in their compute layouts."""
+    """A module's forward, during which the parameters that it reads are in their compute layouts."""
 
     def __init__(
         self,
@@ -82,7 +82,6 @@ class ComputeLayoutForward:
         reduce_dtype: torch.dtype,
         region: CheckpointedRegion,
     ) -> None:
-        self._module = module
         self._parameters = tuple(parameters)
         self._redistributor = redistributor
         self._reduce_dtype = reduce_dtype
@@ -92,20 +91,19 @@ class ComputeLayoutForward:
         functools.update_wrapper(self, self._forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        slots = self._module._parameters
-        stored = {layouts.attribute: cast(DTensor, slots[layouts.attribute]) for layouts in self._parameters}
+        stored = [cast(DTensor, layouts.parameter) for layouts in self._parameters]
         copies: dict[DTensor, RecomputedCopy] = {}
         try:
-            for layouts in self._parameters:
-                parameter = stored[layouts.attribute]
+            for layouts, parameter in zip(self._parameters, stored, strict=True):
                 copy = run_function(_ToComputeLayout, parameter, self._redistributor, layouts, self._reduce_dtype)
-                slots[layouts.attribute] = copy
+                layouts.owner._parameters[layouts.attribute] = copy
                 if layouts.compute != layouts.stored and not self._region:
                     copies[copy] = RecomputedCopy(self._redistributor.deferred(parameter, layouts.compute))
             with recompute_copies(copies):
                 return self._forward(*args, **kwargs)
         finally:
-            slots.update(cast(Mapping[str, nn.Parameter], stored))
+            for layouts, parameter in zip(self._parameters, stored, strict=True):
+                layouts.owner._parameters[layouts.attribute] = cast(nn.Parameter, parameter)
 
 
 def attach_compute_layouts(
@@ -114,7 +112,7 @@ def attach_compute_layouts(
     reduce_dtype: torch.dtype,
     region: CheckpointedRegion,
 ) -> None:
-    """Wrap the forward of each module with a parameter whose compute layout or gradient layout the plan sets.
+    """Wrap the forward of each module that reads a parameter whose compute layout or gradient layout the plan sets.
 
     Args:
         by_owner: module -> layouts of its own parameters.
@@ -122,10 +120,13 @@ def attach_compute_layouts(
         reduce_dtype: dtype in which gradients are redistributed.
         region: true while a checkpointed block runs.
     """
-    for module, owned in by_owner.items():
-        changing = [layouts for layouts in owned if layouts.redistributes]
-        if changing:
-            module.forward = ComputeLayoutForward(module, changing, redistributor, reduce_dtype, region)
+    by_reader: dict[nn.Module, list[ParameterLayouts]] = {}
+    for owned in by_owner.values():
+        for layouts in owned:
+            if layouts.redistributes:
+                by_reader.setdefault(layouts.reader, []).append(layouts)
+    for reader, read in by_reader.items():
+        reader.forward = ComputeLayoutForward(reader, read, redistributor, reduce_dtype, region)
 
 
 class _Cast(torch.autograd.Function):

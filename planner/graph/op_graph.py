@@ -167,7 +167,8 @@ class ModelOutput:
         crossings: the module boundaries between the producer and the caller of the root module.
         is_loss: whether the value is the scalar loss that training differentiates.
         is_sent: whether a pipeline stage sends the value to the next stage, and receives its gradient.
-        is_result: whether an inference forward has to return the value, whose layout must then not be ``Partial``.
+        is_result: whether the caller uses the value, whose layout must then not be ``Partial``. In training the caller
+            computes the loss from it, and its gradient comes in its own layout.
     """
 
     value: str
@@ -303,3 +304,19 @@ def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
         name: replace(value, shape=_scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()
     }
     return replace(graph, digraph=build_digraph(ops), values=values)
+
+
+def with_results(graph: OpGraph, *, training: bool) -> OpGraph:
+    """Return ``graph`` with its results marked (`ModelOutput.is_result`).
+
+    In inference these are all activations that it returns; in training, where it returns no loss, those that need a
+    gradient.
+    """
+    if training and any(output.is_loss for output in graph.outputs):
+        return graph
+
+    def is_result(value: Value) -> bool:
+        return value.requires_grad if training else value.kind == "activation"
+
+    outputs = tuple(replace(output, is_result=is_result(graph.values[output.value])) for output in graph.outputs)
+    return replace(graph, outputs=outputs)

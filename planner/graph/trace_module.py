@@ -24,7 +24,7 @@ from planner.graph.example_inputs import (
     with_dtype,
 )
 from planner.graph.from_fx import trace
-from planner.graph.op_graph import OpGraph
+from planner.graph.op_graph import OpGraph, with_results
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
@@ -212,8 +212,7 @@ def trace_at_batch(
     batch = TRACE_BATCH if micro_batch is None else micro_batch
     with quiet_export():
         graph = trace(copy, with_batch(with_dtype(inputs, TORCH_DTYPES[dtype]), samples, batch))
-    if phase != "training":
-        graph = _with_results(graph)
+    graph = with_results(graph, training=phase == "training")
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.from_module(module),
@@ -229,15 +228,6 @@ def trace_at_batch(
         fused_ops=fused_ops,
         fused_projections=count_fused_projections(module) > 0,
     )
-
-
-def _with_results(graph: OpGraph) -> OpGraph:
-    """Return ``graph`` with every output that is an activation marked as a result (``ModelOutput.is_result``)."""
-    outputs = tuple(
-        dataclasses.replace(output, is_result=graph.values[output.value].kind == "activation")
-        for output in graph.outputs
-    )
-    return dataclasses.replace(graph, outputs=outputs)
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:

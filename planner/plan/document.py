@@ -105,6 +105,8 @@ class PlanDocument(_Document):
     """FQN pattern of parameters -> layout at use, where it differs from the stored one."""
     gradient_plan: dict[str, LayoutText] = {}
     """FQN pattern of parameters -> layout that their gradient is redistributed to in every micro-batch's backward."""
+    read_above: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """FQN pattern of parameters that a module around their own reads -> how many levels above their own it is."""
     fully_shard: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
     """FQN pattern of modules -> names, relative to the module, of the parameters of its FSDP group."""
     keep_gathered: list[str] = []

@@ -198,7 +198,7 @@ class BaselinePrice:
     ac: str | None = None
 
 
-VerificationOutcome = Literal["as-planned", "forward-as-planned", "not-run"]
+VerificationOutcome = Literal["as-planned", "not-run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,10 +206,9 @@ class Verification:
     """The result of running a plan on fake processes before it was given (`planner.verification`).
 
     Attributes:
-        outcome: "as-planned": the collectives of a step that ran are those of the plan. "forward-as-planned": those of
-            the forward are; the model gives no loss, so that its backward could not run. "not-run": it was not run.
+        outcome: "as-planned": the collectives of a step that ran are those of the plan. "not-run": it was not run.
         kinds: kinds of collectives (by phase, axis and size) that ran as planned.
-        reason: why the plan was not run, or only its forward; None where the whole step ran.
+        reason: why the plan was not run; None where it was.
     """
 
     outcome: VerificationOutcome

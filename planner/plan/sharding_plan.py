@@ -59,6 +59,7 @@ _MAPPINGS = (
     "plan",
     "compute_plan",
     "gradient_plan",
+    "read_above",
     "fully_shard",
     "input_plan",
     "output_plan",
@@ -90,6 +91,8 @@ class ShardingPlan:
         gradient_plan: parameters -> the layout that their gradient is redistributed to in the backward of every
             micro-batch. Gradients of other parameters accumulate in the layout that autograd returns, often `Partial`,
             and are reduced once a step.
+        read_above: parameters that a module around their own reads -> how many levels above their own it is. The compute
+            layout holds during that module's forward.
         fully_shard: modules -> names, relative to the module, of the parameters of its FSDP group (torch's
             ``fully_shard``): one all-gather before its forward and its backward, one reduction of their gradients.
         keep_gathered: modules of ``fully_shard`` whose parameters stay unsharded from forward to backward
@@ -124,6 +127,7 @@ class ShardingPlan:
     mesh: PlanMesh = UNSTATED
     compute_plan: Mapping[str, Layout] = field(default_factory=dict)
     gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
+    read_above: Mapping[str, int] = field(default_factory=dict)
     fully_shard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keep_gathered: tuple[str, ...] = ()
     keep_gathered_for_step: tuple[str, ...] = ()
@@ -189,6 +193,10 @@ class ShardingPlan:
             for key, layout in layouts.items():
                 if not is_layout(layout):
                     raise wrong_type(name, key, layout, "Give a layout, one placement per mesh axis.")
+        for key, levels in self.read_above.items():
+            if not isinstance(levels, int) or not 1 <= levels <= key.count("."):
+                advice = "Give a number of levels from 1 to the depth of the parameter's module."
+                raise wrong_type("read_above", key, levels, advice)
         for key, names in self.fully_shard.items():
             check_names("fully_shard", key, names)
         for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
@@ -265,6 +273,7 @@ class ShardingPlan:
             "plan": {key: plan_document.layout_text(value) for key, value in self.plan.items()},
             "compute_plan": {key: plan_document.layout_text(layout) for key, layout in self.compute_plan.items()},
             "gradient_plan": {key: plan_document.layout_text(layout) for key, layout in self.gradient_plan.items()},
+            "read_above": dict(self.read_above),
             "fully_shard": {key: list(names) for key, names in self.fully_shard.items()},
             "input_plan": {key: plan_document.ports_text(spec) for key, spec in self.input_plan.items()},
             "output_plan": {key: plan_document.ports_text(spec) for key, spec in self.output_plan.items()},

@@ -21,10 +21,12 @@ class ModuleBodies:
     Attributes:
         home: value -> index of the call whose body computes it; `OUTSIDE` for model inputs.
         entries: entry -> the slot that it comes from (None: a model input), and the boundary that it crosses last.
+        results: values that the model's caller uses.
     """
 
     def __init__(self, graph: OpGraph) -> None:
         self._graph = graph
+        self.results = {output.value for output in graph.outputs if output.is_result}
         self.home: dict[str, int] = {}
         for model_input in graph.inputs:
             self.home[model_input.value] = OUTSIDE

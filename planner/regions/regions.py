@@ -43,6 +43,7 @@ class Slot:
         boundary: of an entry, the module boundary at which it may be redistributed.
         parameter: of a parameter, the FQN by which this region uses it.
         reader: of a parameter, the call of its reader (`planner.regions.parameter_readers`).
+        is_result: whether it is a result from which the caller computes the loss: whole, or sharded by samples.
     """
 
     value: Value
@@ -51,6 +52,7 @@ class Slot:
     boundary: Crossing | None = None
     parameter: str | None = None
     reader: int | None = None
+    is_result: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,9 @@ def _build_region(
 def _slot(graph: OpGraph, bodies: ModuleBodies, key: SlotKey) -> Slot:
     if key in bodies.entries:
         source, boundary = bodies.entries[key]
-        return Slot(value=graph.values[key[0]], origin="entry", source=source, boundary=boundary)
+        value = graph.values[key[0]]
+        is_result = key[1] == OUTSIDE and value.requires_grad and value.name in bodies.results
+        return Slot(value=value, origin="entry", source=source, boundary=boundary, is_result=is_result)
     return Slot(value=graph.values[key[0]], origin="op")
 
 
@@ -285,6 +289,7 @@ def _slot_signature(slot: Slot) -> Hashable:
         parameter,
         path,
         slot.source is None,
+        slot.is_result,
     )
 
 

@@ -156,7 +156,7 @@ class _RegionSearch:
             yield None
             return
         yield R
-        for dim, length in enumerate(slot.value.shape):
+        for dim, length in enumerate(slot.value.shape[:1] if slot.is_result else slot.value.shape):
             if length % self._size == 0 and length >= self._size:
                 yield Shard(dim)
         if slot.origin == "entry" and slot.value.requires_grad and self._region.call != OUTSIDE:

@@ -26,7 +26,6 @@ from planner.plan.estimate import Verification
 from planner.plan.sharding_plan import ShardingPlan
 from planner.verification.block_runs import find_block_runs
 from planner.verification.shortened import shortened_copy
-from planner.writing.loss import NO_LOSS_NOTE
 
 if TYPE_CHECKING:
     from executor.verify import VerifyReport
@@ -34,11 +33,7 @@ if TYPE_CHECKING:
 _SHORT = 3
 """Groups that are kept of a run of equal blocks: a first one, a last one, and one between them."""
 
-_FORWARD = ("param_gather", "forward")
-"""Phases of a step before its backward."""
-
 _NOT_WITHOUT_MODULE = "the planner got a graph without its module; shardplan verify runs the plan where the module is"
-_NO_LOSS = "the model returns no loss, so nothing says where its backward begins"
 
 _one_at_a_time = threading.Lock()
 """Held while a plan runs: a process has one default process group."""
@@ -113,21 +108,10 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _run(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Verification:
-    has_loss = NO_LOSS_NOTE not in plan.notes
-    try:
-        report = _report(module, plan, arguments)
-    except RunError:
-        if has_loss:
-            raise
-        report = None
-    if report is not None and report.equal:
-        return Verification(outcome="as-planned", kinds=len(report.expected))
-    if not has_loss:
-        report = _report(module, plan, arguments, forward_only=True)
-        if report.equal:
-            return Verification(outcome="forward-as-planned", kinds=len(report.expected), reason=_NO_LOSS)
-    assert report is not None
-    raise _difference_error(report)
+    report = _report(module, plan, arguments)
+    if not report.equal:
+        raise _difference_error(report)
+    return Verification(outcome="as-planned", kinds=len(report.expected))
 
 
 def _difference_error(report: VerifyReport) -> RunError:
@@ -140,7 +124,7 @@ def _difference_error(report: VerifyReport) -> RunError:
     )
 
 
-def _report(module: nn.Module, plan: ShardingPlan, arguments: Any, *, forward_only: bool = False) -> VerifyReport:
+def _report(module: nn.Module, plan: ShardingPlan, arguments: Any) -> VerifyReport:
     """Return the comparison of the collectives that ran with those of ``plan``.
 
     A difference or a failure of a shorter module counts only if the whole module has one.
@@ -151,21 +135,18 @@ def _report(module: nn.Module, plan: ShardingPlan, arguments: Any, *, forward_on
     from executor.verify import compare, expected_collectives, observed_collectives
 
     expected = expected_collectives(plan)
-    if forward_only:
-        for key in [key for key in expected if key.phase not in _FORWARD]:
-            del expected[key]
     try:
-        observed = _extrapolated(module, plan, arguments, with_backward=not forward_only)
+        observed = _extrapolated(module, plan, arguments)
         report = None if observed is None else compare(expected, observed)
     except PlanError:
         report = None
     if report is not None and report.equal:
         return report
     # A shorter module may differ for reasons of its own.
-    return compare(expected, observed_collectives(module, plan, arguments, with_backward=not forward_only))
+    return compare(expected, observed_collectives(module, plan, arguments))
 
 
-def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any, *, with_backward: bool) -> Counter[Any] | None:
+def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Counter[Any] | None:
     """Return the collectives of one step, from runs of shorter modules; None where the module cannot be shortened.
 
     Raises:
@@ -182,7 +163,7 @@ def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any, *, with
 
     def observed(longer: object = None) -> Counter[Any]:
         groups = {run: _SHORT + (run is longer) for run in runs}
-        return observed_collectives(shortened_copy(module, groups), unnamed, arguments, with_backward=with_backward)
+        return observed_collectives(shortened_copy(module, groups), unnamed, arguments)
 
     short = observed()
     total = short.copy()

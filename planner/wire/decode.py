@@ -63,7 +63,7 @@ def read_document(document: GraphDocument) -> TracedModule:
         names=ModuleNames(parameters=tuple(model.parameters), modules=tuple(model.modules)),
         fingerprint=model.fingerprint,
         tp_plan=model.tp_plan,
-        graph=_Reader(document).read(),
+        graph=with_results(_Reader(document).read(), training=True),
         dtype=at.dtype,
         samples=at.samples,
         traced_batch=at.batch,

@@ -30,6 +30,7 @@ class PlanEntries:
     plan: Mapping[str, Layout]
     compute_plan: Mapping[str, Layout]
     gradient_plan: Mapping[str, Layout]
+    read_above: Mapping[str, int]
     input_plan: Mapping[str, PortSpec]
     output_plan: Mapping[str, PortSpec]
     fully_shard: Mapping[str, tuple[str, ...]]
@@ -102,6 +103,7 @@ class NamedEntries:
 
     Attributes:
         stored, compute, gradients: parameter -> layout; ``compute`` only if it differs from the stored layout.
+        read_above: parameter -> levels between its module and its reader, where ``compute`` has the parameter.
         inputs, outputs: module -> path of an argument -> port.
         fsdp_groups: block -> names, relative to it, of the parameters of its FSDP group.
         reshard_after: block -> when its FSDP group reshards; groups that reshard after the forward are left out.
@@ -110,6 +112,7 @@ class NamedEntries:
     stored: dict[str, Layout] = field(default_factory=dict)
     compute: dict[str, Layout] = field(default_factory=dict)
     gradients: dict[str, Layout] = field(default_factory=dict)
+    read_above: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     fsdp_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -125,6 +128,7 @@ class NamedEntries:
             stored=under(self.stored),
             compute=under(self.compute),
             gradients=under(self.gradients),
+            read_above=under(self.read_above),
             inputs=under(self.inputs),
             outputs=under(self.outputs),
             fsdp_groups=under(self.fsdp_groups),
@@ -136,6 +140,7 @@ class NamedEntries:
         self.stored.update(other.stored)
         self.compute.update(other.compute)
         self.gradients.update(other.gradients)
+        self.read_above.update(other.read_above)
         self.fsdp_groups.update(other.fsdp_groups)
         self.reshard_after.update(other.reshard_after)
         for own, other_ports in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
@@ -150,12 +155,17 @@ class NamedEntries:
         stored = {**self.stored, **unused}
         # All fields of the plan name a parameter by the same key.
         layouts = fold_names(
-            {name: (stored.get(name), self.compute.get(name), self.gradients.get(name)) for name in names}, names
+            {
+                name: (stored.get(name), self.compute.get(name), self.gradients.get(name), self.read_above.get(name))
+                for name in names
+            },
+            names,
         )
         return PlanEntries(
-            plan={key: layout for key, (layout, _, _) in layouts.items() if layout is not None},
-            compute_plan={key: layout for key, (_, layout, _) in layouts.items() if layout is not None},
-            gradient_plan={key: layout for key, (_, _, layout) in layouts.items() if layout is not None},
+            plan={key: layout for key, (layout, _, _, _) in layouts.items() if layout is not None},
+            compute_plan={key: layout for key, (_, layout, _, _) in layouts.items() if layout is not None},
+            gradient_plan={key: layout for key, (_, _, layout, _) in layouts.items() if layout is not None},
+            read_above={key: levels for key, (_, _, _, levels) in layouts.items() if levels is not None},
             input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(self.inputs, modules).items()},
             output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(self.outputs, modules).items()},
             fully_shard=fold_names(self.fsdp_groups, modules),
@@ -205,6 +215,10 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                     # The calls of a module have equal ports, but only a call with a gradient has the gradient's layout.
                     if port.grad is not None or path not in ports:
                         ports[path] = port
+    levels = regions.readers.levels
+    in_groups = {name for value, choice in by_value.items() if choice.fsdp_axes is not None for name in regions.graph.parameters[value]}
+    redistributed = (*entries.compute, *entries.gradients)
+    entries.read_above.update({n: levels[n] for n in redistributed if n in levels and n not in in_groups})
     entries.fsdp_groups.update({block: tuple(sorted(names)) for block, names in fsdp_groups.items()})
     for gather in structure.fsdp_groups:
         if gather.kind in decision.reshard_after:
