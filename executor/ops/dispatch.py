@@ -7,7 +7,9 @@ other calls. Writes of DTensors to plain tensors write whole values (``executor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -51,6 +53,20 @@ _UNEVEN = frozenset({F.embedding, F.embedding_bag, F.linear, F.cross_entropy})
 """Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
 
 
+def _undispatched(function: FunctionType) -> Callable[..., Any]:
+    """Return a torch function in Python whose own call is not dispatched; a mode sees the calls in its body."""
+    never = dict.fromkeys(
+        (name for name in function.__globals__ if name.startswith("has_torch_function")), lambda *arguments: False
+    )
+    copied = FunctionType(function.__code__, {**function.__globals__, **never}, argdefs=function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(copied)
+
+
+_COMPOSITE = {F.multi_head_attention_forward: _undispatched(F.multi_head_attention_forward)}
+"""torch function -> the same, for functions that call own ops: a mode would see their outer call alone."""
+
+
 class OwnOps(TorchFunctionMode):
     """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
@@ -74,6 +90,9 @@ class OwnOps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if func in _COMPOSITE:
+            with self:
+                return _COMPOSITE[func](*args, **kwargs)
         own_op = self._own_ops.get(func)
         tensors = () if own_op is None else [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)]
         if own_op is not None and tensors and (func in _UNEVEN or not any(map(self._redistributor.is_uneven, tensors))):

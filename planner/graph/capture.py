@@ -25,7 +25,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from planner.graph.nested_graph import NestedGraph, NestedOp
-from planner.graph.op_graph import Call, Ref
+from planner.graph.op_graph import SAME_TENSOR, Call, Ref
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
@@ -153,22 +153,35 @@ class _BoundaryMarkers:
             for handle in handles:
                 handle.remove()
 
-    def _mark(self, tree: Any, call: int, direction: str) -> Any:
-        def mark(path: tuple[Any, ...], leaf: Any) -> Any:
-            if isinstance(leaf, (torch.Tensor, torch.fx.Proxy)):
-                return torch.ops.shardplan.boundary(leaf, f"{direction}|{call}|{path_text(path)}")
-            return leaf
+    def _mark(self, trees: tuple[Any, ...], call: int, direction: str) -> Any:
+        """Return ``trees`` with their tensors marked; a tensor that is there twice has one marker, with both paths.
 
-        return pytree.tree_map_with_path(mark, tree)
+        Code may ask whether two arguments are one tensor, as `nn.MultiheadAttention` does.
+        """
+        paths: dict[int, list[str]] = {}
+        for tree in trees:
+            for path, leaf in pytree.tree_leaves_with_path(tree):
+                paths.setdefault(id(leaf), []).append(path_text(path))
+        marked: dict[int, Any] = {}
+
+        def mark(leaf: Any) -> Any:
+            if not isinstance(leaf, (torch.Tensor, torch.fx.Proxy)):
+                return leaf
+            if id(leaf) not in marked:
+                text = SAME_TENSOR.join(paths[id(leaf)])
+                marked[id(leaf)] = torch.ops.shardplan.boundary(leaf, f"{direction}|{call}|{text}")
+            return marked[id(leaf)]
+
+        return tuple(pytree.tree_map(mark, tree) for tree in trees)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = Call(index=len(self.calls), fqn=self._names[module], parent=self._stack[-1] if self._stack else None)
         self.calls.append(call)
         self._stack.append(call.index)
-        return self._mark(args, call.index, "input"), self._mark(kwargs, call.index, "input")
+        return self._mark((args, kwargs), call.index, "input")
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._mark(output, self._stack.pop(), "output")
+        return self._mark((output,), self._stack.pop(), "output")[0]
 
 
 @contextmanager

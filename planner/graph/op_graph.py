@@ -19,6 +19,10 @@ LINEAR = "aten.linear.default"
 """`Op.target_name` of linear layers."""
 
 
+SAME_TENSOR = "="
+"""Between the paths of one tensor in a `Crossing`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A reference to a value. An argument template is the arguments of an op, with a `Ref` in place of each tensor."""
@@ -64,12 +68,18 @@ class Crossing:
     Attributes:
         call: index of the module call.
         direction: "input" where the value enters the call, "output" where it leaves.
-        path: path of the argument or result, such as ``position_embeddings.0`` (`planner.graph.capture.path_text`).
+        path: path of the argument or result, such as ``position_embeddings.0`` (`planner.graph.capture.path_text`);
+            several, joined by `SAME_TENSOR`, where one tensor is passed in several places.
     """
 
     call: int
     direction: Literal["input", "output"]
     path: str
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths of the tensor, of which the first names it."""
+        return tuple(self.path.split(SAME_TENSOR))
 
 
 @functools.cache

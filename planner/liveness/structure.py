@@ -198,7 +198,7 @@ def _counted(
 
 def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:
     """Return (module FQN, "input" or "output", argument path), for which a plan has one port."""
-    return regions.graph.calls[crossing.call].fqn, crossing.direction, crossing.path
+    return regions.graph.calls[crossing.call].fqn, crossing.direction, crossing.paths[0]
 
 
 def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:

@@ -210,11 +210,12 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
             elif slot.origin == "entry" and slot.boundary is not None:
                 port = _port(structure, decision, slot, links.get((region.index, position)), position, strategy)
                 if port is not None:
-                    fqn, direction, path = hook_key(regions, slot.boundary)
+                    fqn, direction, _ = hook_key(regions, slot.boundary)
                     ports = (entries.inputs if direction == "input" else entries.outputs).setdefault(fqn, {})
-                    # The calls of a module have equal ports, but only a call with a gradient has the gradient's layout.
-                    if port.grad is not None or path not in ports:
-                        ports[path] = port
+                    for path in slot.boundary.paths:
+                        # The calls of a module have equal ports, but only a call with a gradient has its layout.
+                        if port.grad is not None or path not in ports:
+                            ports[path] = port
     levels = regions.readers.levels
     in_groups = {name for value, choice in by_value.items() if choice.fsdp_axes is not None for name in regions.graph.parameters[value]}
     redistributed = (*entries.compute, *entries.gradients)
