@@ -21,7 +21,7 @@ from executor.ops.attention import attention
 from executor.ops.buffers.batch_norm import batch_norm, batch_norm_op, instance_norm
 from executor.ops.buffers.plain_writes import write_to_plain
 from executor.ops.cat import concatenate
-from executor.ops.conv2d import conv2d
+from executor.ops.convolution import convolution, transposed_convolution
 from executor.ops.cross_entropy import cross_entropy
 from executor.ops.linear import linear
 from executor.ops.lookups.embedding import embedding
@@ -37,7 +37,12 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.linear: linear,
-    torch.conv2d: conv2d,
+    torch.conv1d: convolution(1),
+    torch.conv2d: convolution(2),
+    torch.conv3d: convolution(3),
+    torch.conv_transpose1d: transposed_convolution(1),
+    torch.conv_transpose2d: transposed_convolution(2),
+    torch.conv_transpose3d: transposed_convolution(3),
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
     F.batch_norm: batch_norm,

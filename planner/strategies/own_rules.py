@@ -3,7 +3,8 @@
 The executor runs these ops by the same rules (``executor.ops.dispatch``).
 
 `embedding`  DTensor's lookup in a vocabulary-sharded table leaves a replicated gradient of full size.
-`conv2d`  DTensor refuses a batch that is sharded on two axes.
+`conv1d`, `conv2d`, `conv3d`, `conv_transpose1d` and so on  DTensor refuses most of them, and a batch that is sharded
+on two axes.
 `cross_entropy_loss`  DTensor all-gathers vocabulary-sharded logits, and averages over ranks that ignore different
 numbers of labels.
 `scaled_dot_product_attention`  DTensor decomposes it where it has no rule for the kernel. The rules shard the batch,
@@ -70,9 +71,12 @@ def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     return rules
 
 
-def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     has_bias = len(inputs) == 3
     needs_image_gradient = inputs[0].requires_grad
+    is_transposed = "transpose" in op.target_name
+    if len(inputs[0].shape) != len(inputs[1].shape) or _pads_unevenly(op, inputs[1]):
+        return None
 
     def rule(
         image: Placement,
@@ -82,25 +86,39 @@ def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
         image_gradient: Placement,
         weight_gradient: Placement,
     ) -> AxisRule:
-        bias: tuple[Placement, ...] = (weight,) if has_bias else ()
-        bias_gradient: tuple[Placement, ...] = (weight_gradient,) if has_bias else ()
+        def of_bias(placement: Placement) -> tuple[Placement, ...]:
+            return ((Shard(0) if isinstance(placement, Shard) else placement),) if has_bias else ()
+
+        needed = (needs_image_gradient, inputs[1].requires_grad, has_bias and inputs[-1].requires_grad)
+        gradients = (image_gradient, weight_gradient, *of_bias(weight_gradient))
         return AxisRule(
-            inputs=(image, weight, *bias),
+            inputs=(image, weight, *of_bias(weight)),
             output=output,
             output_gradient=output_gradient,
-            input_gradients=(image_gradient if needs_image_gradient else None, weight_gradient, *bias_gradient),
+            input_gradients=tuple(place if need else None for place, need in zip(gradients, needed, strict=False)),
         )
 
     rules = [rule(R, R, R, R, R, R), rule(R, R, R, P, P, P), rule(Shard(0), R, Shard(0), Shard(0), Shard(0), P)]
     if _groups(op) == 1:
-        rules.append(rule(R, Shard(0), Shard(1), Shard(1), P, Shard(0)))
+        channels = Shard(1 if is_transposed else 0)
+        rules.append(rule(R, channels, Shard(1), Shard(1), P, channels))
     return rules
 
 
 def _groups(op: Op) -> int:
-    """Return the number of groups of a convolution."""
+    """Return the number of groups of a convolution, transposed or not."""
     groups = op.kwargs.get("groups", op.args[6] if len(op.args) > 6 else 1)
     return int(groups)
+
+
+def _pads_unevenly(op: Op, weight: Value) -> bool:
+    """Return whether a convolution pads one side more than the other, which ``padding="same"`` may ask for."""
+    if op.kwargs.get("padding", op.args[4] if len(op.args) > 4 else 0) != "same":
+        return False
+    dilation = op.kwargs.get("dilation", op.args[5] if len(op.args) > 5 else 1)
+    spacing = [dilation] if isinstance(dilation, int) else list(dilation)
+    spacing = spacing * (len(weight.shape) - 2) if len(spacing) == 1 else spacing
+    return any(step * (length - 1) % 2 for step, length in zip(spacing, weight.shape[2:], strict=True))
 
 
 def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -271,7 +289,14 @@ def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
 
 _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.embedding.default": _embedding,
-    "aten.conv2d.default": _convolution,
+    **{
+        f"aten.{name}": _convolution
+        for dims in ("1d", "2d", "3d")
+        for name in (f"conv{dims}.default", f"conv{dims}.padding")
+    },
+    "aten.conv_transpose1d.default": _convolution,
+    "aten.conv_transpose2d.input": _convolution,
+    "aten.conv_transpose3d.input": _convolution,
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
