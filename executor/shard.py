@@ -47,6 +47,7 @@ from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
+from planner.model_rewrites.recurrent import read_recurrent_weights
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -179,7 +180,7 @@ def _shard(
     contexts = RunContexts(
         phases=phases,
         shared=shared,
-        own_ops=lambda: OwnOps(redistributor, linear),
+        own_ops=lambda: OwnOps(redistributor, linear, plan.local_ops),
         cast_parameters=cast_parameters.cast,
         device_type=resolved.device_mesh.device_type,
         random=random,
@@ -190,6 +191,7 @@ def _shard(
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
     batch_norm_for_sync(module)
+    read_recurrent_weights(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     form = BatchForm(job.batch // plan.micro_batches if job.batch else None, is_planned=plan.solver is not None)
     attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)

@@ -126,6 +126,7 @@ class TracedJob:
             zigzag=self.job.zigzag,
         )
         self._planner = RunPlanner(self._analysis, self.job, self.cluster, self._batch, self._clock)
+        self._analysis = self._planner.model
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
         self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)

@@ -97,9 +97,7 @@ def _channels(options: tuple[Any, ...]) -> Shard:
     return Shard(1 if is_transposed else 0)
 
 
-def _output_layout(
-    images: DTensor, kernel: DTensor, bias: DTensor | None, options: tuple[Any, ...]
-) -> Layout | None:
+def _output_layout(images: DTensor, kernel: DTensor, bias: DTensor | None, options: tuple[Any, ...]) -> Layout | None:
     """Return the layout of the output; None where the layouts of the inputs are not covered."""
     output: list[Placement] = []
     channels, groups = _channels(options), options[5]
@@ -167,7 +165,5 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weight_gradient(layout: Layout, channels: Shard) -> Layout:
-    """Return the layout of a weight's gradient, given that of the output's; ``channels`` shards the weight's channels."""
-    return tuple(
-        Partial() if place == Shard(0) else channels if place == Shard(1) else place for place in layout
-    )
+    """Return the layout of a weight's gradient from that of the output's; ``channels``: shard of its channels."""
+    return tuple(Partial() if place == Shard(0) else channels if place == Shard(1) else place for place in layout)

@@ -8,7 +8,7 @@ other calls. Writes of DTensors to plain tensors write whole values (``executor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from executor.ops.attention import attention
 from executor.ops.buffers.batch_norm import batch_norm, batch_norm_op, instance_norm
@@ -24,6 +25,7 @@ from executor.ops.cat import concatenate
 from executor.ops.convolution import convolution, transposed_convolution
 from executor.ops.cross_entropy import cross_entropy
 from executor.ops.linear import linear
+from executor.ops.local import run_local
 from executor.ops.lookups.embedding import embedding
 from executor.ops.lookups.embedding_bag import embedding_bag
 from executor.ops.set_item import set_item
@@ -58,6 +60,10 @@ _UNEVEN = frozenset({F.embedding, F.embedding_bag, F.linear, F.cross_entropy})
 """Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
 
 
+_IN_PYTHON = ("torch.nn.functional", "torch.functional")
+
+
+@functools.cache
 def _undispatched(function: FunctionType) -> Callable[..., Any]:
     """Return a torch function in Python whose own call is not dispatched; a mode sees the calls in its body."""
     never = dict.fromkeys(
@@ -75,16 +81,23 @@ _COMPOSITE = {F.multi_head_attention_forward: _undispatched(F.multi_head_attenti
 class OwnOps(TorchFunctionMode):
     """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
-    def __init__(self, redistributor: Redistributor, shared_input_linears: OwnOp | None = None) -> None:
+    def __init__(
+        self,
+        redistributor: Redistributor,
+        shared_input_linears: OwnOp | None = None,
+        local_ops: Collection[str] = (),
+    ) -> None:
         """Take what the ops need.
 
         Args:
             redistributor: redistributes on the mesh of the model.
             shared_input_linears: runs linear layers, and accumulates the gradient of an input that several of them
                 read; None: autograd adds the gradients of the layers.
+            local_ops: names of functions that run on local tensors.
         """
         super().__init__()
         self._redistributor = redistributor
+        self._local_ops = frozenset(local_ops)
         self._own_ops = _OWN_OPS if shared_input_linears is None else {**_OWN_OPS, F.linear: shared_input_linears}
 
     def __torch_function__(
@@ -98,6 +111,10 @@ class OwnOps(TorchFunctionMode):
         if func in _COMPOSITE:
             with self:
                 return _COMPOSITE[func](*args, **kwargs)
+        if self._local_ops:
+            result = self._run_local(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         own_op = self._own_ops.get(func)
         tensors = () if own_op is None else [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)]
         if own_op is not None and tensors and (func in _UNEVEN or not any(map(self._redistributor.is_uneven, tensors))):
@@ -106,6 +123,21 @@ class OwnOps(TorchFunctionMode):
                 return result
         result = write_to_plain(self._redistributor, func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+    def _run_local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a local op, or of a function of torch in Python, whose body may call one."""
+        if getattr(func, "__name__", "") in self._local_ops:
+            if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                return run_local(self._redistributor, func, args, kwargs)
+        elif _is_in_python(func) and func not in self._own_ops:
+            with self:
+                return _undispatched(func)(*args, **kwargs)
+        return NotImplemented
+
+
+def _is_in_python(func: Callable[..., Any]) -> bool:
+    """Return whether ``func`` is a function of torch in Python that calls others in its body."""
+    return isinstance(func, FunctionType) and func.__module__ in _IN_PYTHON and func.__closure__ is None
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

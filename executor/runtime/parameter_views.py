@@ -2,10 +2,10 @@
 
 Between steps a parameter is sharded and in its stored dtype. During a forward or a recomputation
 ``ComputeDtypeParameters`` shows it cast to all modules; while its reader's forward runs (that of its owner, or of a
-module around it), ``ComputeLayoutForward`` also redistributes it to its compute layout. In backward the gradient stays in the layout in which the op gives it, for
-instance partial, until ``grad_reduction`` reduces it once a step. If ``gradient_plan`` has a layout for the parameter,
-every backward redistributes the gradient to that layout. Parameters of FSDP groups are handled by
-``executor.runtime.fully_sharded`` instead.
+module around it), ``ComputeLayoutForward`` also redistributes it to its compute layout. In backward the gradient stays
+in the layout in which the op gives it, for instance partial, until ``grad_reduction`` reduces it once a step. If
+``gradient_plan`` has a layout for the parameter, every backward redistributes the gradient to that layout. Parameters
+of FSDP groups are handled by ``executor.runtime.fully_sharded`` instead.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ class Op:
         grad_enabled: False inside ``torch.no_grad()``.
         is_zigzag: of an attention op, whether its sequences are in zigzag token order wherever they are sharded
             (`planner.plan.token_order`).
+        is_local: whether ranks run the op on their local tensors, since DTensor has no rule for it
+            (`planner.strategies.local_ops`).
     """
 
     name: str
@@ -116,6 +118,7 @@ class Op:
     outputs: tuple[str, ...]
     grad_enabled: bool = True
     is_zigzag: bool = False
+    is_local: bool = False
 
     @property
     def target_name(self) -> str:

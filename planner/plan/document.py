@@ -121,6 +121,8 @@ class PlanDocument(_Document):
     """FQN patterns of modules whose output becomes a plain local tensor; "" is the root."""
     activation_checkpointing: dict[str, CheckpointingMode] = {}
     """FQN pattern of modules -> activation checkpointing mode."""
+    local_ops: list[str] = []
+    """Names of ops that each rank runs on its local tensors, because DTensor has no rule for them."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step; gradients accumulate over them."""
     zigzag: ZigzagOrder | None = None

@@ -91,8 +91,8 @@ class ShardingPlan:
         gradient_plan: parameters -> the layout that their gradient is redistributed to in the backward of every
             micro-batch. Gradients of other parameters accumulate in the layout that autograd returns, often `Partial`,
             and are reduced once a step.
-        read_above: parameters that a module around their own reads -> how many levels above their own it is. The compute
-            layout holds during that module's forward.
+        read_above: parameters that a module around their own reads -> how many levels above their own it is. The
+            compute layout holds during that module's forward.
         fully_shard: modules -> names, relative to the module, of the parameters of its FSDP group (torch's
             ``fully_shard``): one all-gather before its forward and its backward, one reduction of their gradients.
         keep_gathered: modules of ``fully_shard`` whose parameters stay unsharded from forward to backward
@@ -101,6 +101,7 @@ class ShardingPlan:
             all-gather and one reduction of gradients a step, whatever the number of micro-batches.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         activation_checkpointing: modules -> "full" or "selective".
+        local_ops: names of ops (torch functions) that each rank runs on its local tensors, as DTensor has no rule.
         micro_batches: number of them in a step; gradients accumulate over them.
         zigzag: the zigzag token order that context parallelism uses; None: natural order.
         pipeline: the stages that the model is cut into. The mesh then has an outermost axis "pp", and layouts are on
@@ -133,6 +134,7 @@ class ShardingPlan:
     keep_gathered_for_step: tuple[str, ...] = ()
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
+    local_ops: tuple[str, ...] = ()
     micro_batches: int = 1
     zigzag: ZigzagOrder | None = None
     pipeline: Pipeline | None = None
@@ -169,7 +171,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in (*_LISTS, "assumed", "notes", "baselines", "techniques"):
+        for name in (*_LISTS, "local_ops", "assumed", "notes", "baselines", "techniques"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -281,6 +283,7 @@ class ShardingPlan:
             "keep_gathered_for_step": list(self.keep_gathered_for_step),
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
+            "local_ops": list(self.local_ops),
             "micro_batches": self.micro_batches,
             "zigzag": None if self.zigzag is None else dataclasses.asdict(self.zigzag),
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),

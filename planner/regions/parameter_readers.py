@@ -42,9 +42,7 @@ def find_parameter_readers(graph: OpGraph) -> ParameterReaders:
         name = names[read] = _name_read_by(fqn, graph.parameters[read[1]])
         around = readers.setdefault(name, _components(name)[:-1])
         readers[name] = _common(around, _components(fqn))
-    calls = {
-        read: _call_of(graph, reading_calls[read], ".".join(readers[names[read]])) for read in names
-    }
+    calls = {read: _call_of(graph, reading_calls[read], ".".join(readers[names[read]])) for read in names}
     levels = {name: len(_components(name)) - 1 - len(reader) for name, reader in readers.items()}
     return ParameterReaders(names=names, levels={n: level for n, level in levels.items() if level}, calls=calls)
 
@@ -70,7 +68,7 @@ def _name_read_by(fqn: str, names: Iterable[str]) -> str:
 
 
 def _call_of(graph: OpGraph, call: int, fqn: str) -> int:
-    """Return the call of module ``fqn`` that contains ``call``; the root's where no call around it is of that module."""
+    """Return the call of module ``fqn`` that contains ``call``; the root's where there is none."""
     current: int | None = call
     while current is not None:
         if graph.calls[current].fqn == fqn:

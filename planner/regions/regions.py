@@ -296,7 +296,7 @@ def _slot_signature(slot: Slot) -> Hashable:
 def _region_op_signature(region_op: RegionOp) -> Hashable:
     leaves = leaves_of((region_op.op.args, region_op.op.kwargs))
     constants = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Ref))
-    return (region_op.op.target_name, constants, region_op.inputs, region_op.outputs)
+    return (region_op.op.target_name, region_op.op.is_local, constants, region_op.inputs, region_op.outputs)
 
 
 def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
@@ -311,15 +311,13 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
     # The target of a captured submodule is identified by its code.
     target = overload_name(op.target) if is_overload else str(getattr(op.target, "code", op.target))
     tensors = tuple((value.shape, value.dtype, value.requires_grad, value.kind == "plain") for value in inputs)
-    return (target, leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled, op.is_zigzag)
+    return (target, leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled, op.is_zigzag, op.is_local)
 
 
 # --- links and classes -----------------------------------------------------------------------------------------------
 
 
-def _with_links(
-    graph: OpGraph, readers: ParameterReaders, regions: Sequence[Region], fold: bool
-) -> RegionGraph:
+def _with_links(graph: OpGraph, readers: ParameterReaders, regions: Sequence[Region], fold: bool) -> RegionGraph:
     slot_of: dict[SlotKey, tuple[int, int]] = {}
     for region in regions:
         for position, slot in enumerate(region.slots):

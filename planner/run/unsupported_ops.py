@@ -1,4 +1,4 @@
-"""The ops of a model that DTensor and the executor cannot run in any layout, not even on replicated tensors."""
+"""The ops of a model that DTensor cannot run in any layout: ranks run them on local tensors, or nothing does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,34 @@ from planner.regions.regions import Region, RegionGraph, RegionOp, find_op_input
 from planner.strategies.axis_strategies import AxisRules
 from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
+from planner.strategies.local_ops import ALWAYS_LOCAL, can_be_local, packet_name
 
 _SIZE = 2
 """Ranks of the axis on which ops are tried. What is replicated runs alike on any number of ranks."""
 
 R = Replicate()
+
+
+def find_local_ops(regions: RegionGraph, table: StrategyTable) -> frozenset[str]:
+    """Return the names of the ops that DTensor does not run on replicated tensors, but each rank can run by itself.
+
+    Args:
+        regions: the regions of the model at its base batch.
+        table: the strategies of regions.
+    """
+    found = {packet_name(op) for op in regions.graph.ops} & ALWAYS_LOCAL
+    with quiet_dtensor():
+        rules = table.axis_rules(_SIZE)
+        for region_class in regions.classes:
+            region = regions.regions[region_class.members[0]]
+            if not table.runs_replicated(region):
+                found |= {
+                    packet_name(region_op.op)
+                    for region_op in region.ops
+                    if _failing_pass(region, region_op, rules)
+                    and can_be_local(region_op.op, find_op_inputs(region, region_op))
+                }
+    return frozenset(found)
 
 
 def unsupported_ops(regions: RegionGraph, table: StrategyTable) -> UnsupportedOpError | None:

@@ -13,12 +13,12 @@ class AxisRule:
 
     Attributes:
         inputs: placements of the inputs; None for a plain tensor.
-        output: placement of the output; None for a plain tensor.
-        output_gradient: placement in which the output's gradient arrives; None where there is none.
+        outputs: placements of the outputs; None for a plain tensor.
+        output_gradients: placements in which the outputs' gradients arrive; None where there is none.
         input_gradients: placements of the gradients of the inputs; None where there is none.
     """
 
     inputs: tuple[Placement | None, ...]
-    output: Placement | None
-    output_gradient: Placement | None
+    outputs: tuple[Placement | None, ...]
+    output_gradients: tuple[Placement | None, ...]
     input_gradients: tuple[Placement | None, ...]

@@ -58,7 +58,7 @@ class AxisRules:
         """Return the placements of the op's outputs; None where the op does not run on inputs in ``placements``."""
         own = own_rules(op, inputs)
         if own is not None:
-            return next(((rule.output,) for rule in own if rule.inputs == placements), None)
+            return next((rule.outputs for rule in own if rule.inputs == placements), None)
         if not dtensor_may_run(op, placements):
             return None
         layouts = self._rules.forward(op, inputs, tuple(None if p is None else (p,) for p in placements))
@@ -79,7 +79,7 @@ class AxisRules:
                 (
                     rule.input_gradients
                     for rule in own
-                    if rule.inputs == placements and (rule.output_gradient,) == gradients
+                    if rule.inputs == placements and rule.output_gradients == gradients
                 ),
                 None,
             )

@@ -52,8 +52,8 @@ def _norm_rule(inputs: Sequence[Value], place: Placement) -> AxisRule:
     gradients = (place, *(parameter_gradient,) * (len(inputs) - 1))
     return AxisRule(
         inputs=tuple(None if value.kind == "plain" else p for value, p in zip(inputs, placements, strict=True)),
-        output=place,
-        output_gradient=place,
+        outputs=(place,),
+        output_gradients=(place,),
         input_gradients=tuple(g if value.requires_grad else None for value, g in zip(inputs, gradients, strict=True)),
     )
 
@@ -66,7 +66,7 @@ def write_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
 
     no_gradients = (None,) * len(inputs)
     return [
-        AxisRule(inputs=placements, output=None, output_gradient=None, input_gradients=no_gradients)
+        AxisRule(inputs=placements, outputs=(None,), output_gradients=(None,), input_gradients=no_gradients)
         for placements in itertools.product(*map(options, inputs))
     ]
 

@@ -3,7 +3,7 @@
 The executor runs these ops by the same rules (``executor.ops.dispatch``).
 
 `embedding`  DTensor's lookup in a vocabulary-sharded table leaves a replicated gradient of full size.
-`conv1d`, `conv2d`, `conv3d`, `conv_transpose1d` and so on  DTensor refuses most of them, and a batch that is sharded
+`conv1d` to `conv3d`, `conv_transpose1d` to `3d`  DTensor refuses most of them, and a batch that is sharded
 on two axes.
 `cross_entropy_loss`  DTensor all-gathers vocabulary-sharded logits, and averages over ranks that ignore different
 numbers of labels.
@@ -35,6 +35,7 @@ from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels
 from planner.strategies import buffer_updates, context_parallel, expert_parallel
 from planner.strategies.axis_rule import AxisRule
+from planner.strategies.local_ops import local_rules
 
 R = Replicate()
 P = Partial()
@@ -46,23 +47,28 @@ def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     ids = inputs[1]
     width = len(ids.shape)
     rules = [
-        AxisRule(inputs=(R, R), output=R, output_gradient=R, input_gradients=(R, None)),
-        AxisRule(inputs=(R, R), output=R, output_gradient=P, input_gradients=(P, None)),
-        AxisRule(inputs=(Shard(0), R), output=P, output_gradient=R, input_gradients=(Shard(0), None)),
+        AxisRule(inputs=(R, R), outputs=(R,), output_gradients=(R,), input_gradients=(R, None)),
+        AxisRule(inputs=(R, R), outputs=(R,), output_gradients=(P,), input_gradients=(P, None)),
+        AxisRule(inputs=(Shard(0), R), outputs=(P,), output_gradients=(R,), input_gradients=(Shard(0), None)),
         AxisRule(
-            inputs=(Shard(1), R), output=Shard(width), output_gradient=Shard(width), input_gradients=(Shard(1), None)
+            inputs=(Shard(1), R),
+            outputs=(Shard(width),),
+            output_gradients=(Shard(width),),
+            input_gradients=(Shard(1), None),
         ),
     ]
     for dim in range(width):
         rules.append(
-            AxisRule(inputs=(R, Shard(dim)), output=Shard(dim), output_gradient=Shard(dim), input_gradients=(P, None))
+            AxisRule(
+                inputs=(R, Shard(dim)), outputs=(Shard(dim),), output_gradients=(Shard(dim),), input_gradients=(P, None)
+            )
         )
     if ids.kind == "plain":
         rules += [
             AxisRule(
                 inputs=(rule.inputs[0], None),
-                output=rule.output,
-                output_gradient=rule.output_gradient,
+                outputs=rule.outputs,
+                output_gradients=rule.output_gradients,
                 input_gradients=rule.input_gradients,
             )
             for rule in rules
@@ -93,8 +99,8 @@ def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
         gradients = (image_gradient, weight_gradient, *of_bias(weight_gradient))
         return AxisRule(
             inputs=(image, weight, *of_bias(weight)),
-            output=output,
-            output_gradient=output_gradient,
+            outputs=(output,),
+            output_gradients=(output_gradient,),
             input_gradients=tuple(place if need else None for place, need in zip(gradients, needed, strict=False)),
         )
 
@@ -123,12 +129,14 @@ def _pads_unevenly(op: Op, weight: Value) -> bool:
 
 def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     labels: tuple[Placement | None, ...] = (None,) if inputs[1].kind == "plain" else (R,)
-    rules = [AxisRule(inputs=(R, *labels), output=R, output_gradient=R, input_gradients=(R, None))]
+    rules = [AxisRule(inputs=(R, *labels), outputs=(R,), output_gradients=(R,), input_gradients=(R, None))]
     if is_shardable_cross_entropy(op, inputs):
         rows = (Shard(0),) if inputs[1].kind != "plain" else (None,)
-        rules.append(AxisRule(inputs=(Shard(0), *rows), output=R, output_gradient=R, input_gradients=(Shard(0), None)))
         rules.append(
-            AxisRule(inputs=(Shard(1), *labels), output=R, output_gradient=R, input_gradients=(Shard(1), None))
+            AxisRule(inputs=(Shard(0), *rows), outputs=(R,), output_gradients=(R,), input_gradients=(Shard(0), None))
+        )
+        rules.append(
+            AxisRule(inputs=(Shard(1), *labels), outputs=(R,), output_gradients=(R,), input_gradients=(Shard(1), None))
         )
     return rules
 
@@ -147,8 +155,8 @@ def _attention(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
             gradients = ((placement if covered else P) if mask.requires_grad else None,)
         return AxisRule(
             inputs=(placement, placement, placement, *masks),
-            output=placement,
-            output_gradient=placement,
+            outputs=(placement,),
+            output_gradients=(placement,),
             input_gradients=(*(placement if value.requires_grad else None for value in inputs[:3]), *gradients),
         )
 
@@ -168,8 +176,8 @@ def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     rules = [
         AxisRule(
             inputs=(None, R),
-            output=R,
-            output_gradient=gradient,
+            outputs=(R,),
+            output_gradients=(gradient,),
             input_gradients=(None, gradient if needs_gradient else None),
         )
         for gradient in (R, P)
@@ -179,8 +187,8 @@ def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
         rules.append(
             AxisRule(
                 inputs=(None, split),
-                output=split,
-                output_gradient=split,
+                outputs=(split,),
+                output_gradients=(split,),
                 input_gradients=(None, split if needs_gradient else None),
             )
         )
@@ -197,8 +205,8 @@ def _experts(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
         all_gradients = (tokens_gradient, None, tokens_gradient, *matrices_gradients)
         return AxisRule(
             inputs=(tokens, tokens, tokens, *matrices),
-            output=output,
-            output_gradient=output_gradient,
+            outputs=(output,),
+            output_gradients=(output_gradient,),
             input_gradients=tuple(place if need else None for place, need in zip(all_gradients, needed, strict=True)),
         )
 
@@ -263,8 +271,8 @@ def _fused_rule(
         inputs=tuple(
             None if value.kind == "plain" else placement for value, placement in zip(inputs, placements, strict=True)
         ),
-        output=placements[0],
-        output_gradient=output_gradient,
+        outputs=(placements[0],),
+        output_gradients=(output_gradient,),
         input_gradients=tuple(
             placement if value.requires_grad else None for value, placement in zip(inputs, input_gradients, strict=True)
         ),
@@ -315,6 +323,8 @@ def own_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     """Return the rules of ``op``; None for an op that DTensor runs."""
     if op.target_name == "aten.embedding.default" and len(op.args) > 4 and op.args[4]:
         return None  # sparse gradients
+    if op.is_local:
+        return local_rules(op, inputs)
     if writes_plain(op, inputs):
         return buffer_updates.write_rules(op, inputs)
     builder = _RULES.get(op.target_name)

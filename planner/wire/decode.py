@@ -19,6 +19,7 @@ from planner.graph.op_graph import (
     Value,
     build_digraph,
     output_value,
+    with_results,
 )
 from planner.graph.trace_module import TRACE_BATCH, ModuleNames, TracedModule
 from planner.plan.fingerprint import torch_fingerprint

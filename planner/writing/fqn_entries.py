@@ -217,7 +217,12 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                         if port.grad is not None or path not in ports:
                             ports[path] = port
     levels = regions.readers.levels
-    in_groups = {name for value, choice in by_value.items() if choice.fsdp_axes is not None for name in regions.graph.parameters[value]}
+    in_groups = {
+        name
+        for value, choice in by_value.items()
+        if choice.fsdp_axes is not None
+        for name in regions.graph.parameters[value]
+    }
     redistributed = (*entries.compute, *entries.gradients)
     entries.read_above.update({n: levels[n] for n in redistributed if n in levels and n not in in_groups})
     entries.fsdp_groups.update({block: tuple(sorted(names)) for block, names in fsdp_groups.items()})

@@ -1,0 +1,124 @@
+"""Local ops: ops for which DTensor has no rule run on each rank's local tensors (`planner.strategies.local_ops`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from cost_model.layouts.layout import Layout, sharded_dim
+from executor.redistribute import Redistributor, contiguous_stride
+from planner.model_rewrites.independent_dims import Dims, split_outputs
+
+_MOST_SPLITS = 4096
+"""Trials that are remembered."""
+
+
+def run_local(
+    redistributor: Redistributor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the result of ``func``, run on local tensors; NotImplemented where its inputs' layouts are not covered.
+
+    On each axis all DTensors are replicated, or some of them are split on a dim along which ``func`` works piece by
+    piece.
+    """
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    dtensors = {position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
+    tensors = {position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+    def call(given: Mapping[int, torch.Tensor]) -> Any:
+        filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
+        called_args, called_kwargs = pytree.tree_unflatten(filled, structure)
+        return func(*called_args, **called_kwargs)
+
+    split_on: list[Dims] = []
+    outputs_on: list[Dims | None] = []
+    for axis in range(redistributor.device_mesh.ndim):
+        places = {position: tensor.placements[axis] for position, tensor in dtensors.items()}
+        if not all(place.is_replicate() or type(place) is Shard for place in places.values()):
+            return NotImplemented
+        dims = tuple(sharded_dim(places[p]) if p in places else None for p in tensors)
+        split_on.append(dims)
+        outputs = None
+        if any(dim is not None for dim in dims):
+            key = func, str(structure), _constants(leaves), _shapes(tensors), dims
+            outputs = _remembered(key, lambda dims=dims: _trial(call, tensors, dims))
+            if outputs is None:
+                return NotImplemented
+        outputs_on.append(outputs)
+    local = {
+        position: tensor.to_local(grad_placements=_gradient(tensor, split_on)) for position, tensor in dtensors.items()
+    }
+    results, result_structure = pytree.tree_flatten(call(local))
+    index = 0
+    wrapped = []
+    for result in results:
+        if isinstance(result, torch.Tensor):
+            layout = tuple(_place(None if outputs is None else outputs[index]) for outputs in outputs_on)
+            wrapped.append(_as_dtensor(redistributor, result, layout))
+            index += 1
+        else:
+            wrapped.append(result)
+    return pytree.tree_unflatten(wrapped, result_structure)
+
+
+def _place(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _gradient(tensor: DTensor, split_on: list[Dims]) -> Layout:
+    """Return the layout of the gradient of a local tensor: a sum over the ranks that have different pieces."""
+    return tuple(
+        Partial() if place.is_replicate() and any(dim is not None for dim in dims) else place
+        for place, dims in zip(tensor.placements, split_on, strict=True)
+    )
+
+
+def _as_dtensor(redistributor: Redistributor, local: torch.Tensor, layout: Layout) -> DTensor:
+    shape = list(local.shape)
+    for axis, place in enumerate(layout):
+        dim = sharded_dim(place)
+        if dim is not None:
+            shape[dim] *= redistributor.axis_size(axis)
+    return DTensor.from_local(
+        local.contiguous(),
+        redistributor.device_mesh,
+        layout,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=contiguous_stride(tuple(shape)),
+        grad_placements=layout,
+    )
+
+
+def _trial(call: Callable[[Mapping[int, torch.Tensor]], Any], tensors: Mapping[int, torch.Tensor], dims: Dims) -> Any:
+    positions = list(tensors)
+    return split_outputs(
+        lambda given: call(dict(zip(positions, given, strict=True))),
+        [tuple(tensor.shape) for tensor in tensors.values()],
+        [tensor.dtype for tensor in tensors.values()],
+        dims,
+    )
+
+
+_results: dict[Any, Dims | None] = {}
+
+
+def _remembered(key: Any, trial: Callable[[], Dims | None]) -> Dims | None:
+    if key not in _results:
+        if len(_results) >= _MOST_SPLITS:
+            _results.clear()
+        _results[key] = trial()
+    return _results[key]
+
+
+def _constants(leaves: list[Any]) -> tuple[str, ...]:
+    return tuple("" if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+
+
+def _shapes(tensors: Mapping[int, torch.Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors.values())

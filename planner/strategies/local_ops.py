@@ -1,0 +1,117 @@
+"""Local ops: DTensor has no rule for them, so that each rank runs them on its local tensors (``executor.ops.local``).
+
+Such an op runs on replicated tensors, or with its inputs split on dims along which it works piece by piece, which
+`planner.model_rewrites.independent_dims` finds by trying: most often the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from planner.graph.op_graph import Op, OpGraph, Value, build_digraph
+from planner.graph.run_op import run_op
+from planner.model_rewrites.independent_dims import Dims, split_outputs
+from planner.regions.regions import op_signature
+from planner.strategies.axis_rule import AxisRule
+
+R = Replicate()
+
+ALWAYS_LOCAL = frozenset({"group_norm"})
+"""Ops that DTensor runs, but only on replicated tensors."""
+
+
+def packet_name(op: Op) -> str:
+    """Return the name of an op without its overload, by which the executor knows the call; "" for other targets."""
+    return op.target._overloadpacket.__name__ if isinstance(op.target, torch._ops.OpOverload) else ""
+
+
+def with_local_ops(graph: OpGraph, names: frozenset[str]) -> OpGraph:
+    """Return ``graph`` with all ops of these names marked as local."""
+    ops = [dataclasses.replace(op, is_local=True) if packet_name(op) in names else op for op in graph.ops]
+    return dataclasses.replace(graph, digraph=build_digraph(ops))
+
+
+def local_names(graph: OpGraph) -> tuple[str, ...]:
+    """Return the names of the local ops of ``graph``, sorted."""
+    return tuple(sorted({packet_name(op) for op in graph.ops if op.is_local}))
+
+
+def can_be_local(op: Op, inputs: Sequence[Value]) -> bool:
+    """Return whether ranks can run ``op`` on their own: it changes no tensor, and is not random."""
+    if not packet_name(op) or op.target._schema.is_mutable:
+        return False
+    return _split_outputs(op, tuple(inputs), (None,) * len(inputs)) is not None
+
+
+def local_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    """Return the rules of a local op: on replicated tensors, and with inputs split on dims 0 or 1."""
+    return [rule for dims, outputs in _splits(op, tuple(inputs)) for rule in _rules(op, inputs, dims, outputs)]
+
+
+def _rules(op: Op, inputs: Sequence[Value], dims: Dims, outputs: Dims) -> Iterator[AxisRule]:
+    """Yield the rules of one split; outputs whose gradients do not arrive make a rule of their own."""
+    whole: Placement = R if all(dim is None for dim in dims) else Partial()
+
+    def place(dim: int | None) -> Placement:
+        return R if dim is None else Shard(dim)
+
+    placements = tuple(None if v.kind == "plain" else place(dim) for v, dim in zip(inputs, dims, strict=True))
+    results = tuple(map(place, outputs))
+    gradients = tuple(
+        (whole if dim is None else Shard(dim)) if value.requires_grad else None
+        for value, dim in zip(inputs, dims, strict=True)
+    )
+    for arriving in itertools.product((True, False), repeat=len(results)):
+        yield AxisRule(
+            inputs=placements,
+            outputs=results,
+            output_gradients=tuple(r if arrives else None for r, arrives in zip(results, arriving, strict=True)),
+            input_gradients=gradients,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _splits_of(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
+    options = [
+        (None,) if value.kind in ("plain", "parameter") else (*range(min(2, len(value.shape))), None)
+        for value in key.inputs
+    ]
+    found = []
+    for dims in dict.fromkeys(itertools.product(*options)):
+        outputs = _split_outputs(key.op, key.inputs, dims)
+        if outputs is not None:
+            found.append((dims, outputs))
+    return tuple(found)
+
+
+class _Call:
+    """An op and its inputs, as a key: equal for equal calls."""
+
+    def __init__(self, op: Op, inputs: tuple[Value, ...]) -> None:
+        self.op, self.inputs = op, inputs
+        self._key = op_signature(op, inputs), tuple(value.kind for value in inputs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Call) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _splits(op: Op, inputs: tuple[Value, ...]) -> tuple[tuple[Dims, Dims], ...]:
+    return _splits_of(_Call(op, inputs))
+
+
+def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None:
+    def run(tensors: list[torch.Tensor]) -> Any:
+        return run_op(op, tensors)
+
+    return split_outputs(run, [value.shape for value in inputs], [value.dtype for value in inputs], dims)
