@@ -28,7 +28,19 @@ PAGES = (
     *sorted(f"docs/tutorials/{p.name}" for p in (ROOT / "docs/tutorials").iterdir()),
 )
 # tests/executor runs loops like those of these pages in every suite.
-SLOW_PAGES = ("checkpoints", "data", "generation", "lora", "own-loop", "trainer")
+SLOW_PAGES = (
+    *(
+        "before-a-launch",
+        "checkpoints",
+        "data",
+        "from-other-libraries",
+        "generation",
+        "hugging-face",
+        "lora",
+        "one-call",
+    ),
+    *("own-loop", "pretrained-weights", "trainer"),
+)
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL

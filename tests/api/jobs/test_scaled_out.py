@@ -88,6 +88,7 @@ def python_plan() -> ShardingPlan:
     return plan_request(PlanRequest.model_validate(TINY_REQUEST), allow_local=False)
 
 
+@pytest.mark.slow
 def test_three_workers_give_the_plans_of_one_server_though_one_of_them_is_killed(
     cluster: Cluster, python_plan: ShardingPlan
 ) -> None:

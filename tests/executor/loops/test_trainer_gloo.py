@@ -188,7 +188,7 @@ def test_a_checkpoint_is_read_by_from_pretrained(results: Any, folder: Path) -> 
     ("what", "words"),
     [
         ("unprepared", "executor.prepare_trainer(trainer)"),
-        ("plain", "shard_module first"),
+        ("plain", "is no sharded module"),
         ("bf16", "bf16 by autocast"),
         ("torch_compile", "torch_compile, which a sharded model does not allow"),
         ("activation_checkpointing", "activation_checkpointing"),

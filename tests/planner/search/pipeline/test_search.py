@@ -97,7 +97,7 @@ def test_the_search_finds_the_split_that_brute_force_finds() -> None:
     assert best.step_time_s == pytest.approx(min(times), rel=2e-3)
 
 
-@pytest.mark.parametrize("cap", [10**12, 2_400_000, 1_600_000])
+@pytest.mark.parametrize("cap", [pytest.param(10**12, marks=pytest.mark.slow), 2_400_000, 1_600_000])
 def test_the_search_finds_what_solving_every_pipeline_finds(session: PlanningSession, cap: int) -> None:
     """Over numbers of micro-batches and modes of checkpointing: bounds in fewer leave out nothing that is better."""
     counts, modes = [1, 2, 4, 8], ["none", "selective", "full"]
@@ -136,7 +136,8 @@ def test_the_search_does_not_begin_on_pairs_of_nodes() -> None:
     assert any(len(node.pipeline.mesh.shape) == 3 for node in others)
 
 
-@pytest.mark.parametrize("cap", [pytest.param(10**12, marks=pytest.mark.slow), 1_300_000])
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [10**12, 1_300_000])
 def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(cap: int) -> None:
     """Though no bound of a stage in one chunk bounds them."""
     counts, modes = [4], ["none", "full"]
