@@ -239,10 +239,13 @@ def _ones_like(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _differentiated(output: Any) -> list[torch.Tensor]:
-    """Return what a step differentiates: the loss in the output of a module, or all its results without a loss."""
+    """Return what a step differentiates: the loss in a module's output, else all its numbers, else all its tensors."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return [loss]
     results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    losses = [result for result in results if result.dim() == 0]
-    return losses[:1] or results
+    results = list({id(result): result for result in results}.values())
+    return [result for result in results if result.dim() == 0] or results
 
 
 @contextmanager

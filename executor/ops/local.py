@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, sharded_dim
 from executor.redistribute import Redistributor, contiguous_stride
-from planner.model_rewrites.independent_dims import Dims, split_outputs
+from executor.torch_internals.random import random_region
+from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
 
 _MOST_SPLITS = 4096
 """Trials that are remembered."""
@@ -30,8 +33,10 @@ def run_local(
     dtensors = {position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, DTensor)}
     tensors = {position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
-    def call(given: Mapping[int, torch.Tensor]) -> Any:
+    def call(given: Mapping[int, torch.Tensor], *, is_trial: bool = False) -> Any:
         filled = [given.get(position, leaf) for position, leaf in enumerate(leaves)]
+        if is_trial:
+            filled = [without_chance(func.__name__, leaf) for leaf in filled]
         called_args, called_kwargs = pytree.tree_unflatten(filled, structure)
         return func(*called_args, **called_kwargs)
 
@@ -46,14 +51,16 @@ def run_local(
         outputs = None
         if any(dim is not None for dim in dims):
             key = func, str(structure), _constants(leaves), _shapes(tensors), dims
-            outputs = _remembered(key, lambda dims=dims: _trial(call, tensors, dims))
+            outputs = _remembered(key, lambda dims=dims: _trial(functools.partial(call, is_trial=True), tensors, dims))
             if outputs is None:
                 return NotImplemented
         outputs_on.append(outputs)
     local = {
         position: tensor.to_local(grad_placements=_gradient(tensor, split_on)) for position, tensor in dtensors.items()
     }
-    results, result_structure = pytree.tree_flatten(call(local))
+    first = next(iter(dtensors.values()))
+    with nullcontext() if first.is_meta else random_region(first.placements):
+        results, result_structure = pytree.tree_flatten(call(local))
     index = 0
     wrapped = []
     for result in results:

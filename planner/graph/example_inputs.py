@@ -41,12 +41,19 @@ def batch_size_of(inputs: ExampleInputs) -> int:
     )
 
 
-def with_batch(inputs: ExampleInputs, current_batch: int, batch: int) -> ExampleInputs:
-    """Return ``inputs`` at another batch: every first dim of size ``current_batch`` becomes ``batch``."""
+def with_batch(inputs: ExampleInputs, current_batch: int, batch: int, *, in_later_dims: bool = False) -> ExampleInputs:
+    """Return ``inputs`` at another batch: every first dim of size ``current_batch`` becomes ``batch``.
+
+    Args:
+        in_later_dims: whether, in a tensor whose first dim has another size, the only dim of this size does so too, as
+            in the initial state [layers, batch, width] of a recurrent layer.
+    """
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim and tensor.shape[0] == current_batch:
-            return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == current_batch]
+        if dims[:1] == [0] or (in_later_dims and len(dims) == 1):
+            shape = (*tensor.shape[: dims[0]], batch, *tensor.shape[dims[0] + 1 :])
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
         return tensor
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (inputs.args, dict(inputs.kwargs)))

@@ -204,11 +204,34 @@ class _GraphBuilder:
             if call == 0 and value.crossings == ():
                 self._inputs.append(ModelInput(value=value.name, path=path))
         else:
+            if value.crossings and (value.crossings[-1].call, value.crossings[-1].direction) == (call, "input"):
+                value = self._handed_on(node.name, value, call)
             self._leave(call)
         side: Literal["input", "output"] = "input" if direction == "input" else "output"
         self._node_values[node] = _ValueInModule(
             value.name, (*value.crossings, Crossing(call=call, direction=side, path=path))
         )
+
+    def _handed_on(self, name: str, value: _ValueInModule, call: int) -> _ValueInModule:
+        """Return what a module returns that does nothing with its argument: a value of its own, so that both may differ
+        in their layouts."""
+        source = self._values[value.name]
+        target = torch.ops.aten.alias.default
+        self._values[name] = output_value(name, source.shape, source.dtype, target, self._grad_enabled, [source])
+        self._ops.append(
+            Op(
+                name=name,
+                target=target,
+                args=(Ref(value.name),),
+                kwargs={},
+                call=call,
+                inputs=(value.name,),
+                crossings=(value.crossings,),
+                outputs=(name,),
+                grad_enabled=self._grad_enabled,
+            )
+        )
+        return _ValueInModule(name, ())
 
     def _enter(self, call: int) -> None:
         if call not in self._open_calls:
@@ -311,10 +334,18 @@ class _GraphBuilder:
         leaves = pytree.tree_leaves([self._node_values[output] for output in nodes], is_leaf=_is_value)
         outputs = [leaf for leaf in leaves if isinstance(leaf, _ValueInModule)]
         scalars = [v for v in outputs if self._values[v.name].shape == () and self._values[v.name].requires_grad]
+        named = [v for v in scalars if _path_of(v).rpartition(".")[2] == "loss"]
+        # Of several numbers without a name, the caller may differentiate all.
+        losses = named[:1] or (scalars if len({v.name for v in scalars}) == 1 else [])
         for value in outputs:
-            path = value.crossings[-1].path if value.crossings else ""
-            is_loss = bool(scalars) and value is scalars[0]
-            self._outputs.append(ModelOutput(value=value.name, path=path, crossings=value.crossings, is_loss=is_loss))
+            is_loss = value in losses[:1]
+            self._outputs.append(
+                ModelOutput(value=value.name, path=_path_of(value), crossings=value.crossings, is_loss=is_loss)
+            )
+
+
+def _path_of(value: _ValueInModule) -> str:
+    return value.crossings[-1].path if value.crossings else ""
 
 
 def _is_node(leaf: Any) -> bool:

@@ -320,16 +320,34 @@ def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
 
 
 def with_results(graph: OpGraph, *, training: bool) -> OpGraph:
-    """Return ``graph`` with its results marked (`ModelOutput.is_result`).
+    """Return ``graph`` with its results marked (`ModelOutput.is_result`), and gradients only where a backward comes.
 
-    In inference these are all activations that it returns; in training, where it returns no loss, those that need a
-    gradient.
+    In inference all activations that it returns are results. In training, where it returns no loss, these are the
+    numbers that need a gradient, or else all tensors that do.
     """
-    if training and any(output.is_loss for output in graph.outputs):
-        return graph
 
-    def is_result(value: Value) -> bool:
-        return value.requires_grad if training else value.kind == "activation"
+    def marked(is_result: Callable[[Value], bool]) -> OpGraph:
+        outputs = tuple(replace(output, is_result=is_result(graph.values[output.value])) for output in graph.outputs)
+        return replace(graph, outputs=outputs)
 
-    outputs = tuple(replace(output, is_result=is_result(graph.values[output.value])) for output in graph.outputs)
-    return replace(graph, outputs=outputs)
+    if not training:
+        return marked(lambda value: value.kind == "activation")
+    if not any(output.is_loss for output in graph.outputs):
+        differentiable = [graph.values[output.value] for output in graph.outputs]
+        has_numbers = any(value.requires_grad and value.shape == () for value in differentiable)
+        graph = marked(lambda value: value.requires_grad and (value.shape == () or not has_numbers))
+    return _without_dead_gradients(graph)
+
+
+def _without_dead_gradients(graph: OpGraph) -> OpGraph:
+    """Return ``graph`` in which only values that lead to what is differentiated need a gradient."""
+    needed = {output.value for output in graph.outputs if output.is_loss or output.is_result or output.is_sent}
+    for op in reversed(graph.ops):
+        written = written_input(op.target, len(op.inputs))
+        if needed.intersection(op.outputs) or (written is not None and op.inputs[written] in needed):
+            needed.update(op.inputs)
+    values = {
+        name: value if name in needed or not value.requires_grad else replace(value, requires_grad=False)
+        for name, value in graph.values.items()
+    }
+    return replace(graph, values=values)

@@ -209,8 +209,14 @@ def trace_at_batch(
         fuse_ops(copy, TRACED_OPS)
     samples = batch_size_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
+    typed = with_dtype(inputs, TORCH_DTYPES[dtype])
     with quiet_export():
-        graph = trace(copy, with_batch(with_dtype(inputs, TORCH_DTYPES[dtype]), samples, batch))
+        try:
+            graph = trace(copy, with_batch(typed, samples, batch))
+        except ModelError:
+            if batch == samples:
+                raise
+            graph = trace(copy, with_batch(typed, samples, batch, in_later_dims=True))
     graph = with_results(graph, training=phase == "training")
     return TracedModule(
         name=type(module).__name__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +26,7 @@ def split_outputs(
 ) -> Dims | None:
     """Return the dims on which the outputs of an op are split where its inputs are split on ``dims``.
 
-    None: the op does not work piece by piece, is random, or fails on the trial's tensors. With no dim in ``dims``, the
-    result says only whether the op is deterministic.
+    None: the op does not work piece by piece, is random, or fails on the trial's tensors.
 
     Args:
         run: the op, given its input tensors.
@@ -45,16 +45,24 @@ def split_outputs(
     ]
     with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
         try:
-            whole, again = _tensors(run(list(tensors))), _tensors(run(list(tensors)))
-            if not all(map(_equal, whole, again)):
-                return None
-            if all(dim is None for dim in dims):
-                return tuple(None for _ in whole)
+            whole = _tensors(run(list(tensors)))
             halves = [_tensors(run(piece)) for piece in pieces]
         except Exception:  # noqa: BLE001  whatever the op raises on such tensors, it is not split
             return None
     found = [_joined_on(*parts) for parts in zip(whole, *halves, strict=True)]
     return None if any(dim is _NO_DIM for dim in found) else tuple(dim for dim in found if dim is not _NO_DIM)
+
+
+def without_chance(name: str, leaf: Any) -> Any:
+    """Return an argument of op ``name`` for a trial: 0 in place of a fraction, such as a dropout, of a random op."""
+    return 0.0 if isinstance(leaf, float) and _may_be_random(name) else leaf
+
+
+@functools.cache
+def _may_be_random(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 _NO_DIM = -1

@@ -35,7 +35,9 @@ def _structure(module: nn.Module) -> Iterator[list[object]]:
             name: value for name, value in vars(submodule).items() if type(value) is int and not name.startswith("_")
         }
         kind = type(submodule).__qualname__
-        yield ["module", fqn, _FORMER_NAMES.get(kind, kind), submodule.extra_repr(), numbers]
+        # Those of lists and dicts of parameters show dtypes and devices.
+        shown = "" if isinstance(submodule, (nn.ParameterList, nn.ParameterDict)) else submodule.extra_repr()
+        yield ["module", fqn, _FORMER_NAMES.get(kind, kind), shown, numbers]
     first_name: dict[torch.Tensor, str] = {}
     for kind, tensors in (
         ("parameter", module.named_parameters(remove_duplicate=False)),

@@ -35,8 +35,7 @@ def find_local_ops(regions: RegionGraph, table: StrategyTable) -> frozenset[str]
                 found |= {
                     packet_name(region_op.op)
                     for region_op in region.ops
-                    if _failing_pass(region, region_op, rules)
-                    and can_be_local(region_op.op, find_op_inputs(region, region_op))
+                    if _failing_pass(region, region_op, rules) and can_be_local(region_op.op)
                 }
     return frozenset(found)
 

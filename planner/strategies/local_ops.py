@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
 
-from planner.graph.op_graph import Op, OpGraph, Value, build_digraph
+from planner.graph.op_graph import Op, OpGraph, Ref, Value, build_digraph
 from planner.graph.run_op import run_op
-from planner.model_rewrites.independent_dims import Dims, split_outputs
+from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
 from planner.regions.regions import op_signature
 from planner.strategies.axis_rule import AxisRule
 
 R = Replicate()
 
-ALWAYS_LOCAL = frozenset({"group_norm"})
-"""Ops that DTensor runs, but only on replicated tensors."""
+ALWAYS_LOCAL = frozenset({"group_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Ops that DTensor runs on replicated tensors only, or takes apart into many."""
 
 
 def packet_name(op: Op) -> str:
@@ -44,11 +45,9 @@ def local_names(graph: OpGraph) -> tuple[str, ...]:
     return tuple(sorted({packet_name(op) for op in graph.ops if op.is_local}))
 
 
-def can_be_local(op: Op, inputs: Sequence[Value]) -> bool:
-    """Return whether ranks can run ``op`` on their own: it changes no tensor, and is not random."""
-    if not packet_name(op) or op.target._schema.is_mutable:
-        return False
-    return _split_outputs(op, tuple(inputs), (None,) * len(inputs)) is not None
+def can_be_local(op: Op) -> bool:
+    """Return whether ranks can run ``op`` on their own: it changes no tensor."""
+    return bool(packet_name(op)) and not op.target._schema.is_mutable
 
 
 def local_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -86,8 +85,9 @@ def _splits_of(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
     ]
     found = []
     for dims in dict.fromkeys(itertools.product(*options)):
-        outputs = _split_outputs(key.op, key.inputs, dims)
-        if outputs is not None:
+        if all(dim is None for dim in dims):
+            found.append((dims, (None,) * len(key.op.outputs)))
+        elif (outputs := _split_outputs(key.op, key.inputs, dims)) is not None:
             found.append((dims, outputs))
     return tuple(found)
 
@@ -111,7 +111,13 @@ def _splits(op: Op, inputs: tuple[Value, ...]) -> tuple[tuple[Dims, Dims], ...]:
 
 
 def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None:
+    name = packet_name(op)
+    args, kwargs = pytree.tree_map(
+        lambda leaf: without_chance(name, leaf), (op.args, dict(op.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Ref)
+    )
+    trial = dataclasses.replace(op, args=args, kwargs=kwargs)
+
     def run(tensors: list[torch.Tensor]) -> Any:
-        return run_op(op, tensors)
+        return run_op(trial, tensors)
 
     return split_outputs(run, [value.shape for value in inputs], [value.dtype for value in inputs], dims)

@@ -67,10 +67,11 @@ def micro_batch_arguments(plan: ShardingPlan, inputs: ExampleInputs) -> Any:
 
     Args:
         plan: a plan.
-        inputs: arguments of one call with the global batch.
+        inputs: arguments of one call, with the plan's global batch or another.
     """
     batch = batch_size_of(inputs)
-    resized = with_batch(with_dtype(inputs, TORCH_DTYPES[plan.job.dtype]), batch, batch // plan.micro_batches)
+    micro_batch = (plan.job.batch or batch) // plan.micro_batches
+    resized = with_batch(with_dtype(inputs, TORCH_DTYPES[plan.job.dtype]), batch, micro_batch)
     return resized.args or dict(resized.kwargs)
 
 
