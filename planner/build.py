@@ -18,7 +18,7 @@ from cost_model.layouts.layout import MeshSpec
 from planner.auto_techniques import auto_techniques
 from planner.defaults.job import ModelConfig, config_of, report, with_defaults
 from planner.defaults.ranks import is_first_rank
-from planner.errors import ModelError, PlanError, RunError
+from planner.errors import ModelError, PlanError, PlannerError, RunError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
 from planner.plan.checks import check_mesh
@@ -32,6 +32,9 @@ from planner.verification.verify_plan import verification_of
 
 _MOST_FAILURES = 3
 """Plans that are tried, at most, until one runs as planned."""
+
+_LAST_RESORTS = ("fully-sharded", "data-parallel")
+"""Baselines that are given, with a note, where no plan of the search runs as planned."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,7 +164,7 @@ def verified_plan(
     """Return the plan of `PlanningSession.plan`, or the next best that runs as planned, with its verification.
 
     A plan that does not run as planned is left out, with all plans on its mesh in its number of micro-batches and
-    checkpointing mode.
+    checkpointing mode. Where none of them runs, the plan is that of a baseline, and a note says so.
 
     Args:
         session: the model, the cluster and the job.
@@ -189,7 +192,22 @@ def verified_plan(
             tolerance=tolerance,
             excluded=frozenset(failures),
         )
+    if planner == "ilp":
+        for name in _LAST_RESORTS:
+            try:
+                plan = session.plan_if_any(planner=name, mesh=mesh, memory_bytes=memory_bytes)
+                if plan is not None:
+                    return _with_verification(session, _as_last_resort(plan, name, failures))
+            except PlannerError:
+                continue
     raise _no_plan_runs(failures)
+
+
+def _as_last_resort(plan: ShardingPlan, name: str, failures: Mapping[RunKey, PlanError]) -> ShardingPlan:
+    """Return a baseline's plan with a note on why it is given."""
+    first = next(iter(failures.values()))
+    note = f"this is the plan of {name}: faster plans were found, and do not run as planned. {first.detail}"
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
 def _with_verification(session: PlanningSession, plan: ShardingPlan) -> ShardingPlan:

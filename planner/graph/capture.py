@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import SAME_TENSOR, Call, Ref
+from planner.model_rewrites.causal_masks import causal_only_as_told
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
@@ -244,6 +245,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         _assigned_buffers_written(module),
         markers.attached(),
         unpacked_sequences(),
+        causal_only_as_told(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),
