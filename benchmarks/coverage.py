@@ -105,7 +105,7 @@ def run(case: Case) -> Row:
         _call(model, inputs)
     except Exception as error:  # noqa: BLE001  the model's own fault, whatever it is
         return dataclasses.replace(row, cause=_in_one_line(error))
-    job = {"cluster": CLUSTER, "batch": BATCH, "dtype": "fp32"}
+    job = {"cluster": CLUSTER, "batch": BATCH}
     try:
         start = time.perf_counter()
         _check_verified(build_plan(model, example_inputs=inputs, **job))
@@ -124,7 +124,7 @@ def run(case: Case) -> Row:
     try:
         session = PlanningSession(model, spec=spec_of(job), example_inputs=inputs)
         ours, theirs = session.plan(mesh=MESH), session.plan(planner="tensor-parallel", mesh=MESH)
-        return dataclasses.replace(row, ratio=theirs.estimate.step_s / ours.estimate.step_s)
+        return dataclasses.replace(row, ratio=theirs.estimate.step_time_s / ours.estimate.step_time_s)
     except BaselineError as error:
         return dataclasses.replace(row, expert=_in_one_line(error))
     except PlannerError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -254,7 +255,7 @@ class _GraphBuilder:
         if "wrap_with_set_grad_enabled" in str(target):
             grad_enabled, submodule_node, *rest = args
             target, args = self._node_values[submodule_node], tuple(rest)
-            if _writes_in_place(target):
+            if _writes_in_place(target) or self._reads_more_than_plain(args):
                 self._node_values[node] = self._read_body(node.name, target, args, grad_enabled)
                 return
             result = submodule_node.meta.get("val", result) if result is None else result
@@ -291,6 +292,11 @@ class _GraphBuilder:
                 grad_enabled=grad_enabled,
             )
         )
+
+    def _reads_more_than_plain(self, args: Sequence[Any]) -> bool:
+        """Return whether any of these nodes is a tensor that depends on inputs or parameters, and so has a layout."""
+        leaves = pytree.tree_leaves([self._node_values[arg] for arg in args if _is_node(arg)], is_leaf=_is_value)
+        return any(_is_value(leaf) and self._values[leaf.name].kind != "plain" for leaf in leaves)
 
     def _read_body(self, name: str, body: torch.fx.GraphModule, args: tuple[Any, ...], grad_enabled: bool) -> Any:
         """Add the ops of a nested graph one by one, and return its results."""

@@ -7,12 +7,12 @@ data, which `planner.wire` can write to JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from planner.graph.op_graph import Ref, leaves_of, with_refs
+from planner.graph.op_graph import Ref, leaves_of, scaled, with_refs
 
 META = torch.device("meta")
 """The device of every tensor of a graph, whatever device the forward names."""
@@ -72,6 +72,18 @@ class NestedGraph:
         for op in self.ops:
             values[op.name] = op.run(values)
         return with_refs(self.outputs, lambda ref: values[ref.value])
+
+    def at_batch(self, traced_batch: int, batch: int) -> NestedGraph:
+        """Return the graph as it would be captured at ``batch``; see `planner.graph.op_graph.at_batch`."""
+        ops = tuple(
+            replace(
+                op,
+                args=scaled(op.args, traced_batch, batch),
+                kwargs=scaled(dict(op.kwargs), traced_batch, batch),
+            )
+            for op in self.ops
+        )
+        return replace(self, ops=ops)
 
     def __str__(self) -> str:
         return self.code

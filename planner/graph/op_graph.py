@@ -289,12 +289,12 @@ def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
     return template
 
 
-def _scaled(item: Any, traced_batch: int, batch: int) -> Any:
+def scaled(item: Any, traced_batch: int, batch: int) -> Any:
     """Return a shape, size or argument with every multiple of ``traced_batch`` rescaled to ``batch``."""
     if isinstance(item, (tuple, list)):
-        return type(item)(_scaled(part, traced_batch, batch) for part in item)
+        return type(item)(scaled(part, traced_batch, batch) for part in item)
     if isinstance(item, Mapping):
-        return {key: _scaled(part, traced_batch, batch) for key, part in item.items()}
+        return {key: scaled(part, traced_batch, batch) for key, part in item.items()}
     if isinstance(item, int) and not isinstance(item, bool) and item > 0 and item % traced_batch == 0:
         return item // traced_batch * batch
     return item
@@ -310,11 +310,16 @@ def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
         batch: samples in the returned graph.
     """
     ops = [
-        replace(op, args=_scaled(op.args, traced_batch, batch), kwargs=_scaled(dict(op.kwargs), traced_batch, batch))
+        replace(
+            op,
+            target=op.target.at_batch(traced_batch, batch) if hasattr(op.target, "at_batch") else op.target,
+            args=scaled(op.args, traced_batch, batch),
+            kwargs=scaled(dict(op.kwargs), traced_batch, batch),
+        )
         for op in graph.ops
     ]
     values = {
-        name: replace(value, shape=_scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()
+        name: replace(value, shape=scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()
     }
     return replace(graph, digraph=build_digraph(ops), values=values)
 
