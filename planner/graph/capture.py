@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -354,4 +355,7 @@ def quiet_export() -> Iterator[None]:
         level = logger.level
         logger.setLevel(logging.ERROR)
         stack.callback(logger.setLevel, level)
+        stack.enter_context(warnings.catch_warnings())
+        # Recurrent layers keep their parameters in a list as well.
+        warnings.filterwarnings("ignore", "The tensor attributes? .*_flat_weights", UserWarning)
         yield

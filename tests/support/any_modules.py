@@ -1,0 +1,171 @@
+"""Modules as people write them, each with the arguments of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH = 8
+
+Made = tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]
+
+
+class ReadsItsChild(nn.Module):
+    """Reads the weight of a child that it never calls, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.act, self.out = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.act(F.linear(x, self.inner.weight, self.inner.bias)))
+
+
+class ReadsASibling(nn.Module):
+    """Passes the weight of one child to another."""
+
+    class Scale(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return x * weight.sum(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(16, 32), self.Scale(), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scale(self.first(x), self.first.weight))
+
+
+class UsesTwice(nn.Module):
+    """Uses one weight before and after another module, so in two regions under one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.act = nn.Parameter(torch.randn(16, 32) / 4), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x @ self.weight) @ self.weight.T
+
+
+class TeacherAndStudent(nn.Module):
+    """A frozen teacher, run without gradients, and a student; returns the error between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x).tanh()
+        return F.mse_loss(self.student(x), target)
+
+
+class TwoLosses(nn.Module):
+    """Returns two numbers, both of which are differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(16, 32), nn.Linear(32, 4), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x).relu()
+        return self.left(hidden).square().mean(), self.right(hidden).abs().mean()
+
+
+class SelfAttention(nn.Module):
+    """torch's attention, given one tensor three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class CausalTranslator(nn.Module):
+    """torch's Transformer, with a mask whose values its code looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        return self.net(source, target, tgt_mask=mask)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with a given initial state [layers, batch, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return self.head(self.gru(x, state)[0])
+
+
+class Residual(nn.Module):
+    """An identity on one branch, so that the branches may be laid out differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut, self.body = nn.Identity(), nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shortcut(x) + self.body(x)
+
+
+class Bags(nn.Module):
+    """Sums of embeddings, for recommendation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(24, 16, mode="sum"), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.bag(ids))
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.randn(BATCH, *shape)
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.ConvTranspose2d(8, 4, 4, stride=2, output_padding=1),
+    )
+
+
+MODULES: dict[str, Callable[[], Made]] = {
+    "a child's weight": lambda: (ReadsItsChild(), (_rows(16),)),
+    "a sibling's weight": lambda: (ReadsASibling(), (_rows(16),)),
+    "one weight twice": lambda: (UsesTwice(), (_rows(16),)),
+    "a teacher without gradients": lambda: (TeacherAndStudent(), (_rows(16),)),
+    "two losses": lambda: (TwoLosses(), (_rows(16),)),
+    "self-attention": lambda: (SelfAttention(), (_rows(8, 16),)),
+    "encoder layers": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2),
+        (_rows(8, 16),),
+    ),
+    "translator": lambda: (CausalTranslator(), (_rows(8, 16), _rows(4, 16))),
+    "conv1d": lambda: (
+        nn.Sequential(nn.Conv1d(4, 8, 3, padding="same"), nn.ReLU(), nn.Conv1d(8, 4, 3)),
+        (_rows(4, 16),),
+    ),
+    "conv3d": lambda: (nn.Conv3d(4, 8, (1, 2, 2), stride=(1, 2, 2), bias=False), (_rows(4, 2, 8, 8),)),
+    "convolutions, norm of groups, pooling": lambda: (_convolutions(), (_rows(4, 16, 16),)),
+    "GRU with a state": lambda: (Recurrent(), (_rows(6, 16), torch.randn(1, BATCH, 16))),
+    "LSTM": lambda: (nn.LSTM(16, 16, num_layers=2), (torch.randn(6, BATCH, 16),)),
+    "identity": lambda: (Residual(), (_rows(4, 16),)),
+    "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
+}
