@@ -3,6 +3,8 @@
 calls on DTensors, sent to these ops    dispatch.OwnOps
 attention                               attention
 linear layers                           linear
+convolutions                            convolution
+ops that DTensor has no rule for        local
 embeddings, cross entropy, fused ops    lookups, cross_entropy, fused
 experts and their tokens                experts, token_exchange, grouped_gemm
 ops that update buffers                 buffers/

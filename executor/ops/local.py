@@ -51,7 +51,7 @@ def run_local(
         outputs = None
         if any(dim is not None for dim in dims):
             key = func, str(structure), _constants(leaves), _shapes(tensors), dims
-            outputs = _remembered(key, lambda dims=dims: _trial(functools.partial(call, is_trial=True), tensors, dims))
+            outputs = _remembered(key, functools.partial(_trial, functools.partial(call, is_trial=True), tensors, dims))
             if outputs is None:
                 return NotImplemented
         outputs_on.append(outputs)

@@ -155,7 +155,7 @@ class _BoundaryMarkers:
             for handle in handles:
                 handle.remove()
 
-    def _mark(self, trees: tuple[Any, ...], call: int, direction: str) -> Any:
+    def _mark(self, trees: tuple[Any, ...], call: int, direction: str) -> tuple[Any, ...]:
         """Return ``trees`` with their tensors marked; a tensor that is there twice has one marker, with both paths.
 
         Code may ask whether two arguments are one tensor, as `nn.MultiheadAttention` does.
@@ -180,7 +180,8 @@ class _BoundaryMarkers:
         call = Call(index=len(self.calls), fqn=self._names[module], parent=self._stack[-1] if self._stack else None)
         self.calls.append(call)
         self._stack.append(call.index)
-        return self._mark((args, kwargs), call.index, "input")
+        marked_args, marked_kwargs = self._mark((args, kwargs), call.index, "input")
+        return marked_args, marked_kwargs
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return self._mark((output,), self._stack.pop(), "output")[0]

@@ -12,7 +12,7 @@ def read_recurrent_weights(root: nn.Module) -> None:
     """Let each `nn.LSTM`, `nn.GRU` and `nn.RNN` in ``root`` use the parameters that it shows when it is called."""
     for module in root.modules():
         if isinstance(module, nn.RNNBase):
-            module.forward = functools.wraps(module.forward)(_CurrentWeights(module))  # type: ignore[method-assign]
+            module.forward = functools.wraps(module.forward)(_CurrentWeights(module))
 
 
 class _CurrentWeights:

@@ -83,7 +83,7 @@ def _splits_of(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
         (None,) if value.kind in ("plain", "parameter") else (*range(min(2, len(value.shape))), None)
         for value in key.inputs
     ]
-    found = []
+    found: list[tuple[Dims, Dims]] = []
     for dims in dict.fromkeys(itertools.product(*options)):
         if all(dim is None for dim in dims):
             found.append((dims, (None,) * len(key.op.outputs)))
