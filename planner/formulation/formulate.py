@@ -10,8 +10,9 @@ from cost_model import reserve_by_role
 from cost_model.layouts.layout import Layout
 from planner.formulation.choice_filters import Accepts, AcceptsStored, ChoiceFilter
 from planner.formulation.fsdp_variables import FsdpVariables
+from planner.formulation.parameter_copies import is_saved, same_layout_edges
 from planner.graph.op_graph import Value
-from planner.ilp.problem import Edge, Node, Problem, same_consumer_port, same_port, same_producer_port
+from planner.ilp.problem import Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.ilp.quantities import PASSES, Charge, persistent
 from planner.ilp.shared_charges import SharedChargeCollector, pairs_on
 from planner.liveness.multiplicity import Multiplicity
@@ -124,7 +125,7 @@ class Formulator:
             *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.same_consumer_ports),
         ]
         edges += list(self._parameter_edges(strategies, stored))
-        edges += list(self._same_layout_edges(strategies))
+        edges += same_layout_edges(self._structure.parameters, self._ports, strategies)
         edges += self.fsdp_variables.edges(len(strategies), stored, axes_node, len(edges), charges)
         if self._zigzag_length is not None:
             regions = [self._structure.representative(index) for index in range(len(strategies))]
@@ -349,19 +350,13 @@ class Formulator:
         return ParameterClassUse(
             value=value,
             count=len(parameter.values) * parameter.uses[use],
-            saved=any(self._saves(*each) for each in parameter.sharing(use)),
+            saved=is_saved(structure, parameter.sharing(use)),
             recomputed=structure.mode(region) is not None,
             last_in_backward=index == structure.first_region_class,
             working=parameter.working[use],
             pending=parameter.pending[use],
             gradients=parameter.gradients,
         )
-
-    def _saves(self, index: int, slot: int) -> bool:
-        """Return whether autograd saves the parameter in ``slot`` for the backward of a region of class ``index``."""
-        structure, region = self._structure, self._structure.representative(index)
-        root = structure.profile.root[region.slots[slot].value.name]
-        return any(root in structure.profile.ops[o.op.name].saved for o in region.ops)
 
     def _parameter_edges(
         self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StorageOption, ...]]
@@ -378,14 +373,6 @@ class Formulator:
                     consumer_ports=tuple(shown),
                     pairs=self._use_charges(parameter, self._use(parameter, use), choices, tuple(dict.fromkeys(shown))),
                 )
-
-    def _same_layout_edges(self, strategies: Sequence[tuple[Strategy, ...]]) -> Iterator[Edge]:
-        """Yield edges on which the uses of parameters under one name need the same layouts: one copy serves them."""
-        for pair in dict.fromkeys(pair for parameter in self._structure.parameters for pair in parameter.same_layout):
-            (index, slot), (other, other_slot) = pair
-            shown = tuple(self._ports.number(producer_port(s, slot)) for s in strategies[index])
-            other_shown = tuple(self._ports.number(producer_port(s, other_slot)) for s in strategies[other])
-            yield same_port(index, shown, other, other_shown, self._ports.agree)
 
     def _use_charges(
         self,

@@ -125,6 +125,8 @@ class _GraphBuilder:
         self._open_calls: list[int] = [0]
         self._prefix = ""
         self._grad_enabled = True
+        self._busy: set[int] = set()
+        """Calls in which there are ops."""
 
     def build(self) -> OpGraph:
         for node in self._captured.graph.nodes:
@@ -205,7 +207,8 @@ class _GraphBuilder:
             if call == 0 and value.crossings == ():
                 self._inputs.append(ModelInput(value=value.name, path=path))
         else:
-            if value.crossings and (value.crossings[-1].call, value.crossings[-1].direction) == (call, "input"):
+            last = value.crossings[-1] if value.crossings else None
+            if last is not None and (last.call, last.direction) == (call, "input") and call not in self._busy:
                 value = self._handed_on(node.name, value, call)
             self._leave(call)
         side: Literal["input", "output"] = "input" if direction == "input" else "output"
@@ -219,6 +222,7 @@ class _GraphBuilder:
         source = self._values[value.name]
         target = torch.ops.aten.alias.default
         self._values[name] = output_value(name, source.shape, source.dtype, target, self._grad_enabled, [source])
+        self._busy.update(self._open_calls)
         self._ops.append(
             Op(
                 name=name,
@@ -279,6 +283,7 @@ class _GraphBuilder:
 
         template = pytree.tree_map(substitute, tuple(args), is_leaf=_is_node)
         kwargs = pytree.tree_map(substitute, dict(node.kwargs), is_leaf=_is_node)
+        self._busy.update(self._open_calls)
         self._ops.append(
             Op(
                 name=self._prefix + node.name,

@@ -36,10 +36,9 @@ from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pin
 from planner.run.run_results import Candidate, RelaxedRun, SolvedRun
 from planner.run.stage_clock import Clock, left_s
-from planner.run.unsupported_ops import find_local_ops
+from planner.run.unsupported_ops import with_local_ops_marked
 from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
-from planner.strategies.local_ops import with_local_ops
 
 
 class FormulatedRun(NamedTuple):
@@ -84,11 +83,9 @@ class RunPlanner:
         """
         self.job = job
         self.clock = clock
-        self.cluster = cluster
-        self.batch = batch
+        self.cluster, self.batch = cluster, batch
         self._table: StrategyTable = StrategyTable() if share_with is None else share_with._table
-        names = find_local_ops(model.base, self._table) if share_with is None else frozenset()
-        self.model = model.with_graph(with_local_ops(model.graph, names), model.lists) if names else model
+        self.model = model if share_with is not None else with_local_ops_marked(model, self._table)
         same_cluster = share_with is not None and share_with.cluster == cluster
         self._redistribution_pricers: dict[MeshSpec, RedistributionPricer] = (
             share_with._redistribution_pricers if same_cluster and share_with else {}

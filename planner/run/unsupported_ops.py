@@ -8,10 +8,11 @@ from torch.distributed.tensor import Replicate
 
 from planner.errors import UnsupportedOpError
 from planner.regions.regions import Region, RegionGraph, RegionOp, find_op_inputs
+from planner.run.model_analysis import ModelAnalysis
 from planner.strategies.axis_strategies import AxisRules
 from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
-from planner.strategies.local_ops import ALWAYS_LOCAL, can_be_local, packet_name
+from planner.strategies.local_ops import ALWAYS_LOCAL, can_be_local, packet_name, with_local_ops
 
 _SIZE = 2
 """Ranks of the axis on which ops are tried. What is replicated runs alike on any number of ranks."""
@@ -19,13 +20,13 @@ _SIZE = 2
 R = Replicate()
 
 
-def find_local_ops(regions: RegionGraph, table: StrategyTable) -> frozenset[str]:
-    """Return the names of the ops that DTensor does not run on replicated tensors, but each rank can run by itself.
+def with_local_ops_marked(model: ModelAnalysis, table: StrategyTable) -> ModelAnalysis:
+    """Return ``model`` with those ops marked as local that DTensor does not run, but each rank can run by itself."""
+    names = _find_local_ops(model.base, table)
+    return model.with_graph(with_local_ops(model.graph, names), model.lists) if names else model
 
-    Args:
-        regions: the regions of the model at its base batch.
-        table: the strategies of regions.
-    """
+
+def _find_local_ops(regions: RegionGraph, table: StrategyTable) -> frozenset[str]:
     found = {packet_name(op) for op in regions.graph.ops} & ALWAYS_LOCAL
     with quiet_dtensor():
         rules = table.axis_rules(_SIZE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import GraphFormatError, ModelError
@@ -113,7 +114,9 @@ class _Writer:
     def _check_made(self, value: Value, op: Op) -> None:
         """Check that a reader derives ``value`` from ``op``: a document has neither its kind nor ``requires_grad``."""
         sources = [self._graph.values[name] for name in op.inputs]
-        assert made_value(value.name, value.shape, value.dtype, op, sources) == value, value
+        made = made_value(value.name, value.shape, value.dtype, op, sources)
+        # A reader finds out again which values lead to nothing that is differentiated.
+        assert replace(made, requires_grad=value.requires_grad) == value, value
 
     def _dtype(self, value: Value) -> str:
         try:

@@ -53,7 +53,7 @@ def megatron(prefix: str = "", **ports: Any) -> ShardingPlan:
 
 
 def test_the_only_argument_needs_no_name() -> None:
-    plan = megatron()
+    plan = megatron(output_plan={"": (Shard(0), R)})
     named = dataclasses.replace(plan, input_plan={"input": {"0": (Shard(0), R)}})
     found = [estimate_plan(Linears(), each, example_inputs=INPUTS).estimate for each in (plan, named)]
     assert found[0] == found[1]
@@ -61,7 +61,7 @@ def test_the_only_argument_needs_no_name() -> None:
 
 
 def test_a_model_without_a_loss_gets_a_note() -> None:
-    """Nothing says what its backward begins with, so that of its last ops is not priced."""
+    """What computes the loss from its results is not priced."""
     plan = build_plan(Linears(), cluster="1x4xtoy", example_inputs=INPUTS, mesh="x=2,y=2", micro_batches=1, ac="none")
     assert any("no loss" in note for note in plan.notes)
     module, inputs = WithLoss(), (*INPUTS, torch.zeros(8, dtype=torch.long))
@@ -69,10 +69,21 @@ def test_a_model_without_a_loss_gets_a_note() -> None:
     assert not plan.notes
 
 
-def test_a_result_that_is_no_loss_is_not_priced_and_that_is_said() -> None:
-    for output_plan in ({"": (Shard(0), R)}, {"down": (Shard(0), R)}):
-        with pytest.raises(PlanMismatchError, match=r"output_plan.*cannot be priced"):
-            estimate_plan(Linears(), megatron(output_plan=output_plan), example_inputs=INPUTS)
+def test_the_reduction_of_a_result_that_is_no_loss_is_priced_and_runs() -> None:
+    priced = estimate_plan(Linears(), megatron(output_plan={"": (Shard(0), R)}), example_inputs=INPUTS)
+    assert priced.estimate is not None
+    assert ("all_reduce", "tp") in {(row.kind, row.axis) for row in priced.estimate.collectives}
+    assert verify(Linears(), priced, example_inputs=INPUTS).equal
+
+
+def test_a_result_is_laid_out_where_it_leaves_the_root() -> None:
+    with pytest.raises(PlanMismatchError, match=r"output_plan.*cannot be priced"):
+        estimate_plan(Linears(), megatron(output_plan={"down": (Shard(0), R)}), example_inputs=INPUTS)
+
+
+def test_a_result_that_stays_a_partial_sum_is_refused() -> None:
+    with pytest.raises(PlanMismatchError, match="cannot run without further redistribution"):
+        estimate_plan(Linears(), megatron(), example_inputs=INPUTS)
 
 
 def test_the_reduction_before_the_loss_is_priced_and_runs() -> None:

@@ -1,6 +1,6 @@
 """Which models can be planned? Small models of many architectures, each traced, planned and verified.
 
-    python benchmarks/coverage.py --json coverage.jsonl --markdown benchmarks/results/coverage.md
+    cd benchmarks && python -m covered.coverage --json coverage.jsonl --markdown results/coverage.md
 
 Each case runs in a process of its own, forked from one that has imported everything, within a time limit. Cases that
 are in the file already are not run again. Exit code 1: a traceback, or a plan that does not run as planned.
@@ -226,7 +226,14 @@ def summary(rows: Sequence[Row]) -> str:
 
 def document(rows: Sequence[Row]) -> str:
     """Return the results as Markdown."""
-    lines = ["# Which models can be planned?", "", "`python benchmarks/coverage.py`", "", summary(rows), ""]
+    lines = [
+        "# Which models can be planned?",
+        "",
+        "`cd benchmarks && python -m covered.coverage`",
+        "",
+        summary(rows),
+        "",
+    ]
     lines += ["| model | group | result | the expert's step over ours | planning, s | cause |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for row in rows:
