@@ -343,8 +343,7 @@ class Formulator:
         return self.fsdp_variables.use_price(parameter, port, gradient_nbytes)
 
     def _use(self, parameter: ParameterClass, use: tuple[int, int]) -> ParameterClassUse:
-        index, slot = use
-        structure = self._structure
+        (index, slot), structure = use, self._structure
         region = structure.representative(index)
         value = region.slots[slot].value
         return ParameterClassUse(
