@@ -217,8 +217,7 @@ class _GraphBuilder:
         )
 
     def _handed_on(self, name: str, value: _ValueInModule, call: int) -> _ValueInModule:
-        """Return what a module returns that does nothing with its argument: a value of its own, so that both may differ
-        in their layouts."""
+        """Return the result of a module that does nothing with its argument, as a value with a layout of its own."""
         source = self._values[value.name]
         target = torch.ops.aten.alias.default
         self._values[name] = output_value(name, source.shape, source.dtype, target, self._grad_enabled, [source])
@@ -348,8 +347,9 @@ class _GraphBuilder:
         named = [v for v in scalars if _path_of(v).rpartition(".")[2] == "loss"]
         # Of several numbers without a name, the caller may differentiate all.
         losses = named[:1] or (scalars if len({v.name for v in scalars}) == 1 else [])
-        for value in outputs:
-            is_loss = value in losses[:1]
+        loss = next((position for position, value in enumerate(outputs) if losses and value is losses[0]), None)
+        for position, value in enumerate(outputs):
+            is_loss = position == loss
             self._outputs.append(
                 ModelOutput(value=value.name, path=_path_of(value), crossings=value.crossings, is_loss=is_loss)
             )
