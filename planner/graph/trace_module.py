@@ -202,6 +202,8 @@ def trace_at_batch(
     Raises:
         ModelError: the module cannot be traced, or has no projections to fuse.
     """
+    if phase == "training":
+        _refuse_sparse_gradients(module)
     if fused_projections:
         module = with_fused_projections(module)
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
@@ -233,6 +235,18 @@ def trace_at_batch(
         fused_ops=fused_ops,
         fused_projections=count_fused_projections(module) > 0,
     )
+
+
+def _refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raise a `ModelError` that names the embeddings with sparse gradients, which DTensor does not hold."""
+    names = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if names:
+        raise ModelError(
+            f"{', '.join(name or 'the root' for name in names)}: the gradients are sparse tensors (sparse=True), which "
+            "cannot be sharded.",
+            what_to_do="Set sparse=False.",
+            module=names[0],
+        )
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:

@@ -1,0 +1,109 @@
+"""What of a module is differentiated, and how its tensors are told apart at module boundaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.any_modules import Recurrent, Residual, SelfAttention, TeacherAndStudent, TwoLosses
+from torch import Tensor, nn
+
+from planner.errors import ModelError
+from planner.graph.nested_graph import NestedGraph
+from planner.graph.op_graph import OpGraph, at_batch
+from planner.graph.trace_module import trace_module
+
+
+def graph_of(module: nn.Module, *inputs: Tensor, **options: Any) -> OpGraph:
+    return trace_module(module, example_inputs=inputs, dtype="fp32", **options).graph
+
+
+class LossAndMore(nn.Module):
+    """Returns a loss, and the result of a layer that does not lead to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"aside": self.unused(x).sum(), "loss": self.used(x).sum()}
+
+
+class WithRotation(nn.Module):
+    """Multiplies by numbers that are made without gradients, and depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            angles = torch.arange(16, device=x.device, dtype=torch.float32).expand(x.shape[0], 16).cos()
+        return self.linear(x * angles).sum()
+
+
+def test_without_a_loss_all_results_that_need_a_gradient_are_differentiated() -> None:
+    graph = graph_of(nn.LSTM(16, 16, batch_first=True), torch.zeros(8, 4, 16))
+    assert [(output.is_loss, output.is_result) for output in graph.outputs] == [(False, True)] * 3
+
+
+def test_several_numbers_are_all_differentiated() -> None:
+    graph = graph_of(TwoLosses(), torch.zeros(8, 16))
+    assert [(output.is_loss, output.is_result) for output in graph.outputs] == [(False, True)] * 2
+
+
+def test_a_number_named_loss_is_the_loss_and_nothing_else_needs_a_gradient() -> None:
+    graph = graph_of(LossAndMore(), torch.zeros(8, 16))
+    assert [(output.path, output.is_loss) for output in graph.outputs] == [("aside", False), ("loss", True)]
+    trained = {names[0]: graph.values[value].requires_grad for value, names in graph.parameters.items()}
+    assert trained == {"used.weight": True, "used.bias": True, "unused.weight": False, "unused.bias": False}
+
+
+def test_what_runs_without_gradients_is_op_by_op_where_it_depends_on_inputs() -> None:
+    graph = graph_of(TeacherAndStudent(), torch.zeros(8, 16))
+    linears = [op for op in graph.ops if op.target_name == "aten.linear.default"]
+    assert [op.grad_enabled for op in linears] == [False, True]
+    assert not any(isinstance(op.target, NestedGraph) for op in graph.ops)
+
+
+def test_one_op_of_many_is_scaled_to_another_batch() -> None:
+    (body,) = (op for op in graph_of(WithRotation(), torch.zeros(12, 16)).ops if isinstance(op.target, NestedGraph))
+    open_graph = trace_module(WithRotation(), example_inputs=(torch.zeros(12, 16),), dtype="fp32")
+    scaled = at_batch(open_graph.graph, open_graph.traced_batch, 6)
+    (small,) = (op for op in scaled.ops if isinstance(op.target, NestedGraph))
+    assert small.target()[0].shape == (6, 16)
+    assert body.target != small.target
+
+
+def test_one_tensor_given_three_times_crosses_the_boundary_once() -> None:
+    graph = graph_of(SelfAttention(), torch.zeros(8, 4, 16))
+    crossings = {
+        crossing for op in graph.ops for row in op.crossings for crossing in row if crossing.direction == "input"
+    }
+    (inner,) = (c for c in crossings if c.direction == "input" and graph.calls[c.call].fqn == "attention")
+    assert inner.paths == ("0", "1", "2")
+    # Code that compares its arguments took the way for one tensor: one linear layer for query, key and value.
+    assert sum(op.target_name == "aten.linear.default" for op in graph.ops) == 2
+
+
+def test_a_module_that_does_nothing_returns_a_value_of_its_own() -> None:
+    graph = graph_of(Residual(), torch.zeros(8, 4, 16))
+    (alias,) = (op for op in graph.ops if op.target_name == "aten.alias.default")
+    assert graph.calls[alias.call].fqn == "shortcut"
+    add = next(op for op in graph.ops if op.target_name == "aten.add.Tensor")
+    assert add.inputs[0] == alias.outputs[0]
+
+
+def test_the_batch_may_be_a_later_dim_of_some_inputs() -> None:
+    module = trace_module(Recurrent(), example_inputs=(torch.zeros(8, 6, 16), torch.zeros(1, 8, 16)), dtype="fp32")
+    assert module.any_batch
+    shapes = {model_input.path: module.graph.values[model_input.value].shape for model_input in module.graph.inputs}
+    assert shapes == {"0": (module.traced_batch, 6, 16), "1": (1, module.traced_batch, 16)}
+
+
+def test_sparse_gradients_are_refused_with_their_modules() -> None:
+    module = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(ModelError, match=r"^0: the gradients are sparse tensors .* Set sparse=False\."):
+        graph_of(module, torch.zeros(8, 3, dtype=torch.long))
+    graph_of(module, torch.zeros(8, 3, dtype=torch.long), phase="prefill")
