@@ -83,7 +83,26 @@ def test_three_failures_are_an_error_that_names_the_first(
         verified_plan(session)
     assert raised.value.exit_code == 4
     assert raised.value.module == "model.layers.0"
+    assert len(tried) == 5, "the baselines are tried last"
+
+
+def test_a_baseline_is_given_with_a_note_where_no_plan_of_the_search_runs(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[ShardingPlan] = []
+    fails = failing_on({(4,), (2, 2)}, tried)
+
+    def verification(module: nn.Module, plan: ShardingPlan, inputs: object) -> Verification:
+        if plan.solver is not None and plan.solver.name == "ilp":
+            fails(module, plan, inputs)
+        return Verification(outcome="as-planned")
+
+    monkeypatch.setattr(build, "verification_of", verification)
+    plan = verified_plan(session)
     assert len(tried) == 3
+    assert plan.solver is not None
+    assert plan.solver.name == "fully-sharded"
+    assert any("faster plans were found, and do not run as planned" in note for note in plan.notes)
 
 
 def test_the_only_run_of_a_job_that_fails_is_an_error(
