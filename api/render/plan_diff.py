@@ -9,7 +9,7 @@ from typing import Any
 from planner.plan.sharding_plan import Estimate, ShardingPlan
 
 _PARTS = ("step_time_s", "forward_s", "backward_s", "grad_reduce_s", "optimizer_s", "compute_s", "communication_s")
-_LAYOUTS = ("plan", "compute_plan", "gradient_plan", "input_plan", "output_plan", "fully_shard")
+_LAYOUTS = ("plan", "compute_plan", "gradient_plan", "read_above", "input_plan", "output_plan", "fully_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class PlanDiff:
         settings: mesh, pipeline, micro-batches, checkpointing, job, cluster, fingerprint.
         seconds: seconds of the parts of a step, and of each kind of collective by axis and phase.
         nbytes: bytes of the peak per device, and of each memory role at the peak.
-        layouts: layouts, FSDP groups, and modules that are not resharded.
+        layouts: layouts, FSDP groups, modules that are not resharded, and local ops.
     """
 
     settings: tuple[Change, ...]
@@ -82,7 +82,7 @@ def _settings(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Cha
 def _layouts(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Change]:
     for field in _LAYOUTS:
         yield from _by_key(field, left.get(field) or {}, right.get(field) or {})
-    for field in ("keep_gathered", "keep_gathered_for_step"):
+    for field in ("keep_gathered", "keep_gathered_for_step", "local_ops"):
         marked = [dict.fromkeys(plan.get(field) or (), True) for plan in (left, right)]
         yield from _by_key(field, *marked)
 

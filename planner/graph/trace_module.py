@@ -23,7 +23,7 @@ from planner.graph.example_inputs import (
     with_dtype,
 )
 from planner.graph.from_fx import trace
-from planner.graph.op_graph import OpGraph, with_results
+from planner.graph.op_graph import Op, OpGraph, with_results
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
@@ -202,8 +202,6 @@ def trace_at_batch(
     Raises:
         ModelError: the module cannot be traced, or has no projections to fuse.
     """
-    if phase == "training":
-        _refuse_sparse_gradients(module)
     if fused_projections:
         module = with_fused_projections(module)
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
@@ -220,6 +218,8 @@ def trace_at_batch(
                 raise
             graph = trace(copy, with_batch(typed, samples, batch, in_later_dims=True))
     graph = with_results(graph, training=phase == "training")
+    if phase == "training":
+        _check_trainable(graph)
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.from_module(module),
@@ -237,16 +237,32 @@ def trace_at_batch(
     )
 
 
-def _refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raise a `ModelError` that names the embeddings with sparse gradients, which DTensor does not hold."""
-    names = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
-    if names:
+def _check_trainable(graph: OpGraph) -> None:
+    """Check that a training step of ``graph`` has a backward, without gradients that are sparse tensors.
+
+    Raises:
+        ModelError: it has none, or a lookup gives sparse gradients.
+    """
+    if not any(output.is_loss or output.is_result for output in graph.outputs):
         raise ModelError(
-            f"{', '.join(name or 'the root' for name in names)}: the gradients are sparse tensors (sparse=True), which "
-            "cannot be sharded.",
-            what_to_do="Set sparse=False.",
-            module=names[0],
+            "nothing that the forward returns needs a gradient, so that there is no backward to train with.",
+            what_to_do='Return the loss, or results that depend on trained parameters; or plan phase="prefill".',
         )
+    sparse = {graph.calls[op.call].fqn: None for op in graph.ops if _gives_sparse_gradients(op)}
+    if sparse:
+        raise ModelError(
+            f"{', '.join(fqn or 'the root module' for fqn in sparse)}: the gradients are sparse tensors (sparse=True), "
+            "which cannot be sharded.",
+            what_to_do="Set sparse=False.",
+            module=next(iter(sparse)),
+        )
+
+
+def _gives_sparse_gradients(op: Op) -> bool:
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in op.target._schema.arguments]
+    return bool({**dict(zip(names, op.args, strict=False)), **op.kwargs}.get("sparse", False))
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:

@@ -79,7 +79,7 @@ class AxisRules:
                 (
                     rule.input_gradients
                     for rule in own
-                    if rule.inputs == placements and rule.output_gradients == gradients
+                    if rule.inputs == placements and _arrive_as(gradients, rule.output_gradients)
                 ),
                 None,
             )
@@ -90,6 +90,13 @@ class AxisRules:
             tuple(None if g is None else (g,) for g in gradients),
         )
         return None if layouts is None else tuple(None if layout is None else layout[0] for layout in layouts)
+
+
+def _arrive_as(gradients: Placements, expected: Placements) -> bool:
+    """Return whether the gradients of an op's outputs are as ``expected``; of several, some may not arrive."""
+    if len(gradients) == 1:
+        return gradients == expected
+    return all(gradient in (None, place) for gradient, place in zip(gradients, expected, strict=True))
 
 
 def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> Iterator[AxisStrategy]:

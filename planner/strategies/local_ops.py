@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,44 +52,26 @@ def can_be_local(op: Op) -> bool:
 
 def local_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     """Return the rules of a local op: on replicated tensors, and with inputs split on dims 0 or 1."""
-    return [rule for dims, outputs in _splits(op, tuple(inputs)) for rule in _rules(op, inputs, dims, outputs)]
+    return [_rule(inputs, dims, outputs) for dims, outputs in _splits(_Call(op, tuple(inputs)))]
 
 
-def _rules(op: Op, inputs: Sequence[Value], dims: Dims, outputs: Dims) -> Iterator[AxisRule]:
-    """Yield the rules of one split; outputs whose gradients do not arrive make a rule of their own."""
+def _rule(inputs: Sequence[Value], dims: Dims, outputs: Dims) -> AxisRule:
+    """Return the rule of one split; what stays whole has a gradient that is a sum over the pieces."""
     whole: Placement = R if all(dim is None for dim in dims) else Partial()
 
     def place(dim: int | None) -> Placement:
         return R if dim is None else Shard(dim)
 
-    placements = tuple(None if v.kind == "plain" else place(dim) for v, dim in zip(inputs, dims, strict=True))
     results = tuple(map(place, outputs))
-    gradients = tuple(
-        (whole if dim is None else Shard(dim)) if value.requires_grad else None
-        for value, dim in zip(inputs, dims, strict=True)
+    return AxisRule(
+        inputs=tuple(None if v.kind == "plain" else place(dim) for v, dim in zip(inputs, dims, strict=True)),
+        outputs=results,
+        output_gradients=results,
+        input_gradients=tuple(
+            (whole if dim is None else Shard(dim)) if value.requires_grad else None
+            for value, dim in zip(inputs, dims, strict=True)
+        ),
     )
-    for arriving in itertools.product((True, False), repeat=len(results)):
-        yield AxisRule(
-            inputs=placements,
-            outputs=results,
-            output_gradients=tuple(r if arrives else None for r, arrives in zip(results, arriving, strict=True)),
-            input_gradients=gradients,
-        )
-
-
-@functools.lru_cache(maxsize=1024)
-def _splits_of(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
-    options = [
-        (None,) if value.kind in ("plain", "parameter") else (*range(min(2, len(value.shape))), None)
-        for value in key.inputs
-    ]
-    found: list[tuple[Dims, Dims]] = []
-    for dims in dict.fromkeys(itertools.product(*options)):
-        if all(dim is None for dim in dims):
-            found.append((dims, (None,) * len(key.op.outputs)))
-        elif (outputs := _split_outputs(key.op, key.inputs, dims)) is not None:
-            found.append((dims, outputs))
-    return tuple(found)
 
 
 class _Call:
@@ -106,8 +88,19 @@ class _Call:
         return hash(self._key)
 
 
-def _splits(op: Op, inputs: tuple[Value, ...]) -> tuple[tuple[Dims, Dims], ...]:
-    return _splits_of(_Call(op, inputs))
+@functools.lru_cache(maxsize=1024)
+def _splits(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
+    options = [
+        (None,) if value.kind in ("plain", "parameter") else (*range(min(2, len(value.shape))), None)
+        for value in key.inputs
+    ]
+    found: list[tuple[Dims, Dims]] = []
+    for dims in dict.fromkeys(itertools.product(*options)):
+        if all(dim is None for dim in dims):
+            found.append((dims, (None,) * len(key.op.outputs)))
+        elif (outputs := _split_outputs(key.op, key.inputs, dims)) is not None:
+            found.append((dims, outputs))
+    return tuple(found)
 
 
 def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None:

@@ -43,7 +43,7 @@ def test_a_case_ends_in_what_came_of_it() -> None:
     assert "cannot trace ReadsAValue" in refused.cause
     assert run(case(Fails())).result == "no eager run"
     text = document([verified, refused])
-    assert "| plain | 2 | 1 | 1 | 0 |" in summary([verified, refused])
+    assert "| plain | 2 | 1 | 0 | 1 | 0 |" in summary([verified, refused])
     assert "| one | plain | refused |" in text
 
 

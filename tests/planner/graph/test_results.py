@@ -103,7 +103,17 @@ def test_the_batch_may_be_a_later_dim_of_some_inputs() -> None:
 
 
 def test_sparse_gradients_are_refused_with_their_modules() -> None:
-    module = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    module, ids = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), torch.zeros(8, 3, dtype=torch.long)
     with pytest.raises(ModelError, match=r"^0: the gradients are sparse tensors .* Set sparse=False\."):
-        graph_of(module, torch.zeros(8, 3, dtype=torch.long))
-    graph_of(module, torch.zeros(8, 3, dtype=torch.long), phase="prefill")
+        graph_of(module, ids)
+    graph_of(module, ids, phase="prefill")
+    module[0].sparse = False
+    module[1].sparse = True  # a name of the module's own
+    graph_of(module, ids)
+
+
+def test_training_without_a_backward_is_refused() -> None:
+    frozen = nn.Linear(16, 16).requires_grad_(False)
+    with pytest.raises(ModelError, match="nothing that the forward returns needs a gradient"):
+        graph_of(frozen, torch.zeros(8, 16))
+    graph_of(frozen, torch.zeros(8, 16), phase="prefill")

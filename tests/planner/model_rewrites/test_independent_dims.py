@@ -25,7 +25,8 @@ FLOAT = torch.float32
         (lambda t: t[0].softmax(0), [(8, 4)], (1,), (1,)),
         (lambda t: t[0] @ t[1], [(8, 4), (4, 6)], (None, 1), (1,)),
         (lambda t: t[0].transpose(0, 1), [(8, 4)], (0,), (1,)),
-        (lambda t: (t[0] * 2, t[1].sum()), [(8, 4), (3,)], (0, None), (0, None)),
+        (lambda t: (t[0] * 2, t[1].sum()), [(8, 4), (3,)], (0, None), None),
+        (lambda t: (t[0] * 2, t[0] + t[1]), [(8, 4), (4,)], (0, None), (0, 0)),
         (lambda t: t[0].sum(), [(8, 4)], (0,), None),
         (lambda t: torch.rand_like(t[0]), [(8, 4)], (0,), None),
         (lambda t: t[0].view(8, 2, 2), [(8, 4)], (0,), None),
@@ -39,8 +40,15 @@ def test_outputs_are_split_where_the_pieces_make_the_whole(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_large_tensors_are_not_tried() -> None:
-    assert split_outputs(lambda t: t[0] * 2, [(8, 30_000_000)], [FLOAT], (0,)) is None
+def test_large_tensors_are_tried_small_and_what_needs_their_size_is_not_tried() -> None:
+    assert split_outputs(lambda t: t[0] * 2, [(8, 30_000_000)], [FLOAT], (0,)) == (0,)
+    assert split_outputs(lambda t: F.group_norm(t[0], 32, t[1]), [(8, 512, 512, 512), (512,)], [FLOAT] * 2, (0, None))
+    assert split_outputs(lambda t: t[0].view(-1, 30_000_000), [(8, 30_000_000)], [FLOAT], (0,)) is None
+    assert split_outputs(lambda t: t[0].repeat(1, 10**9), [(8, 4)], [FLOAT], (0,)) is None, "the result is large"
+
+
+def test_pieces_with_another_number_of_results_are_no_split() -> None:
+    assert split_outputs(lambda t: t[0].unbind(0), [(8, 4)], [FLOAT], (0,)) is None
 
 
 def test_only_random_ops_lose_their_fractions() -> None:
