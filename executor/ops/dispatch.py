@@ -74,10 +74,6 @@ def _undispatched(function: FunctionType) -> Callable[..., Any]:
     return functools.wraps(function)(copied)
 
 
-_COMPOSITE = {F.multi_head_attention_forward: _undispatched(F.multi_head_attention_forward)}
-"""torch function -> the same, for functions that call own ops: a mode would see their outer call alone."""
-
-
 class OwnOps(TorchFunctionMode):
     """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
@@ -108,9 +104,6 @@ class OwnOps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if func in _COMPOSITE:
-            with self:
-                return _COMPOSITE[func](*args, **kwargs)
         if self._local_ops:
             result = self._run_local(func, args, kwargs)
             if result is not NotImplemented:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from executor.runtime.implicit_replication import hold_for_backward, implicit_replication
 from executor.runtime.random_state import RandomState
 from executor.runtime.shared_redistributions import SharedRedistributions
-from planner.model_rewrites.causal_masks import causal_only_as_told
+from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.plan.estimate import Phase
 
 
@@ -124,7 +124,7 @@ class RunContexts:
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())
             stack.enter_context(self._shared.scope())
-            stack.enter_context(causal_only_as_told())
+            stack.enter_context(attention_as_planned())
             if self._device_type == "cpu":
                 # DTensor has no rule for the CPU's flash attention.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))

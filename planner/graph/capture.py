@@ -27,11 +27,11 @@ from torch.utils import _pytree as pytree
 
 from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import SAME_TENSOR, Call, Ref
-from planner.model_rewrites.causal_masks import causal_only_as_told
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
+from planner.model_rewrites.torch_attention import attention_as_planned
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -247,7 +247,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         _assigned_buffers_written(module),
         markers.attached(),
         unpacked_sequences(),
-        causal_only_as_told(),
+        attention_as_planned(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),

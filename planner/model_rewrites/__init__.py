@@ -4,7 +4,8 @@ experts as one op                experts.experts_as_one_op
 fused QKV, fused gate-up         fuse_projections.fuse_projections
 fused ops and their kernels      fuse_ops.fuse_ops, fused_kernels
 MLA, without copies of keys      mla.concatenate_mla_keys
-masks and transformers' cache    eager_masks, causal_masks, cache_argument
+torch's attention modules        torch_attention.attention_as_planned
+masks and transformers' cache    eager_masks, cache_argument
 recurrent layers' weights        recurrent.read_recurrent_weights
 dims on which an op is split     independent_dims.split_outputs
 """
