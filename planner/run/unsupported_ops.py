@@ -22,12 +22,18 @@ R = Replicate()
 
 def with_local_ops_marked(model: ModelAnalysis, table: StrategyTable) -> ModelAnalysis:
     """Return ``model`` with those ops marked as local that DTensor does not run, but each rank can run by itself."""
-    names = _find_local_ops(model.base, table)
-    return model.with_graph(with_local_ops(model.graph, names), model.lists) if names else model
+    for find in (_always_local, _without_rule):  # in this order: DTensor is slow on some that are always local
+        names = find(model.base, table)
+        model = model.with_graph(with_local_ops(model.graph, names), model.lists) if names else model
+    return model
 
 
-def _find_local_ops(regions: RegionGraph, table: StrategyTable) -> frozenset[str]:
-    found = {packet_name(op) for op in regions.graph.ops} & ALWAYS_LOCAL
+def _always_local(regions: RegionGraph, table: StrategyTable) -> frozenset[str]:
+    return ALWAYS_LOCAL.intersection(map(packet_name, regions.graph.ops))
+
+
+def _without_rule(regions: RegionGraph, table: StrategyTable) -> frozenset[str]:
+    found: set[str] = set()
     with quiet_dtensor():
         rules = table.axis_rules(_SIZE)
         for region_class in regions.classes:

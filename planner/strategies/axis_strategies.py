@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -136,12 +136,38 @@ class _RegionSearch:
         inputs = find_op_inputs(self._region, region_op)
         unplaced = list(dict.fromkeys(i for i in region_op.inputs if i not in forward))
         options = [[*self._options(i), *self._strided_options(region_op, i)] for i in unplaced]
-        for choice in itertools.product(*options):
+        for choice in self._choices(region_op, inputs, forward, unplaced, options):
             placed = forward | dict(zip(unplaced, choice, strict=True))
             outputs = self._rules.forward(region_op.op, inputs, tuple(placed[i] for i in region_op.inputs))
             if outputs is None or not all(map(self._may_pass_on, region_op.outputs, outputs)):
                 continue
             yield from self._forward(placed | dict(zip(region_op.outputs, outputs, strict=True)), step + 1)
+
+    def _choices(
+        self,
+        region_op: RegionOp,
+        inputs: Sequence[Value],
+        forward: _Placed,
+        unplaced: Sequence[int],
+        options: Sequence[Sequence[Placement | None]],
+    ) -> Iterable[Placements]:
+        """Return the placements to try for the ``unplaced`` slots: all, or those that an op's own rules have.
+
+        Args:
+            options: the placements that each of these slots may have.
+        """
+        own = own_rules(region_op.op, inputs)
+        if own is None:
+            return itertools.product(*options)
+        found: dict[Placements, tuple[int, ...]] = {}
+        for rule in own:
+            placed = dict(forward)
+            if any(placed.setdefault(i, p) != p for i, p in zip(region_op.inputs, rule.inputs, strict=True)):
+                continue
+            choice = tuple(placed[i] for i in unplaced)
+            if all(place in allowed for place, allowed in zip(choice, options, strict=True)):
+                found[choice] = tuple(allowed.index(place) for place, allowed in zip(choice, options, strict=True))
+        return sorted(found, key=found.__getitem__)  # in the order of the product
 
     def _may_pass_on(self, position: int, placement: Placement | None) -> bool:
         """Return whether an op may pass a tensor with this placement to the next op.

@@ -36,7 +36,7 @@ def packet_name(op: Op) -> str:
 
 def with_local_ops(graph: OpGraph, names: frozenset[str]) -> OpGraph:
     """Return ``graph`` with all ops of these names marked as local."""
-    ops = [dataclasses.replace(op, is_local=True) if packet_name(op) in names else op for op in graph.ops]
+    ops = [dataclasses.replace(op, is_local=op.is_local or packet_name(op) in names) for op in graph.ops]
     return dataclasses.replace(graph, digraph=build_digraph(ops))
 
 

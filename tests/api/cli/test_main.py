@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -96,16 +95,10 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_help_is_at_once_and_imports_neither_torch_nor_fastapi() -> None:
-    took_s = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert command("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Processor seconds: other tests run meanwhile.
-        took_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(took_s) < 0.3
-    code = "import sys, api.cli.main; assert not {'torch', 'fastapi', 'pydantic', 'transformers'} & set(sys.modules)"
+def test_help_imports_nothing_that_takes_long() -> None:
+    assert command("--help").returncode == 0
+    slow = {"torch", "fastapi", "pydantic", "transformers", "networkx", "numpy", "pulp"}
+    code = f"import sys, api.cli.main; assert not {slow} & set(sys.modules), set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
