@@ -32,7 +32,7 @@ from covered.small_configs import small_model, tp_planned
 from torch import nn
 
 from cost_model.hardware.cluster import ClusterError
-from planner import build_plan
+from planner.build import verified_plan
 from planner.errors import PlannerError, RunError
 from planner.plan.job_spec import spec_of
 from planner.plan.sharding_plan import ShardingPlan
@@ -105,12 +105,13 @@ def run(case: Case) -> Row:
         _call(model, inputs)
     except Exception as error:  # noqa: BLE001  the model's own fault, whatever it is
         return dataclasses.replace(row, cause=_in_one_line(error))
-    job = {"cluster": CLUSTER, "batch": BATCH}
+    spec = spec_of({"cluster": CLUSTER, "batch": BATCH})
     try:
         start = time.perf_counter()
-        plans = [build_plan(model, example_inputs=inputs, **job)]
+        session = PlanningSession(model, spec=spec, example_inputs=inputs)
+        plans = [verified_plan(session, tolerance=spec.tolerance)]
         row = dataclasses.replace(row, planning_s=time.perf_counter() - start)
-        plans.append(build_plan(model, example_inputs=inputs, mesh=MESH, tolerance=0.0, **job))
+        plans.append(verified_plan(session, mesh=MESH))
         for plan in plans:
             _check_verified(plan)
     except RunError as error:
@@ -126,9 +127,8 @@ def run(case: Case) -> Row:
     if getattr(getattr(model, "config", None), "base_model_tp_plan", None) is None:
         return row
     try:
-        session = PlanningSession(model, spec=spec_of(job), example_inputs=inputs)
-        ours, theirs = session.plan(mesh=MESH), session.plan(planner="tensor-parallel", mesh=MESH)
-        return dataclasses.replace(row, ratio=theirs.estimate.step_time_s / ours.estimate.step_time_s)
+        theirs = session.plan(planner="tensor-parallel", mesh=MESH)
+        return dataclasses.replace(row, ratio=theirs.estimate.step_time_s / plans[-1].estimate.step_time_s)
     except PlannerError as error:
         return dataclasses.replace(row, expert=_in_one_line(error))
 

@@ -6,6 +6,7 @@ linear layers                           linear
 convolutions                            convolution
 ops that DTensor has no rule for        local
 embeddings, cross entropy, fused ops    lookups, cross_entropy, fused
+sums, means, other losses               reductions
 experts and their tokens                experts, token_exchange, grouped_gemm
 ops that update buffers                 buffers/
 gradients accumulated inside GEMMs      shared_input_linears

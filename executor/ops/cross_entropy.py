@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.lookups.embedding import split_offset
+from executor.ops.reductions import loss_of_classes
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
@@ -37,8 +39,8 @@ def cross_entropy(
 ) -> Any:
     """Return the loss, replicated, of ``input`` [rows, classes] and indices ``target`` [rows]; arguments as in torch.
 
-    The result is NotImplemented for options that are not covered, if the logits are replicated and the plan has
-    no zigzag order.
+    With options that this op does not cover, rows alone may be split (`loss_of_classes`). The result is NotImplemented
+    for them if the logits are replicated and the plan has no zigzag order.
 
     Raises:
         PlanLayoutError: options that are not covered, with sharded or partial logits or a zigzag order.
@@ -54,13 +56,15 @@ def cross_entropy(
         and all(placement in (Replicate(), Shard(0), Shard(1)) for placement in layout)
     )
     if not covered:
-        if layout == redistributor.replicated and redistributor.zigzag is None:
-            return NotImplemented
+        options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        result = loss_of_classes(redistributor, F.cross_entropy, input, target, *options)
+        if result is not NotImplemented or (layout == redistributor.replicated and redistributor.zigzag is None):
+            return result
         raise PlanLayoutError(
             f"cross_entropy got logits of shape {tuple(logits.shape)} in the layout "
-            f"({', '.join(format_layout(layout))}), with options that run on replicated logits only.",
+            f"({', '.join(format_layout(layout))}), with options that run on whole classes only.",
             field="input_plan",
-            what_to_do="Shard only logits [rows, classes] with class indices, reduction mean or sum, no weights.",
+            what_to_do="Shard classes of logits [rows, classes] alone, with class indices, mean or sum, no weights.",
         )
     rows = tuple(placement if placement == Shard(0) else Replicate() for placement in layout)
     labels = redistributor.labels(target, rows)

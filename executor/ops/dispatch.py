@@ -28,6 +28,7 @@ from executor.ops.linear import linear
 from executor.ops.local import run_local
 from executor.ops.lookups.embedding import embedding
 from executor.ops.lookups.embedding_bag import embedding_bag
+from executor.ops.reductions import LOSSES, loss, nll_loss, total
 from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor
@@ -47,6 +48,9 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     torch.conv_transpose3d: transposed_convolution(3),
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
+    **{function: loss(function) for function in LOSSES},
+    **{function: total(function) for function in (torch.sum, torch.Tensor.sum, torch.mean, torch.Tensor.mean)},
     F.batch_norm: batch_norm,
     torch.batch_norm: batch_norm_op,
     F.instance_norm: instance_norm,

@@ -180,15 +180,15 @@ class _Reader:
         changing = [axis for axis in range(len(stored)) if stored[axis] != compute[axis]]
         return StorageOption(
             stored=stored,
-            accumulated=self._accumulated(parameter.uses, name),
+            accumulated=self._accumulated(parameter, name),
             fsdp_axes=tuple(changing) if name in self._with_block else None,
         )
 
-    def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
+    def _accumulated(self, parameter: ParameterClass, name: str) -> Layout | None:
         layout = self._gradients.get(name)
-        if layout is not None or len(uses) < 2:
+        if layout is not None or not parameter.is_used_again:
             return layout
-        return next(self._candidates[index][0].gradient[slot] for index, slot in uses)
+        return next(self._candidates[index][0].gradient[slot] for index, slot in parameter.uses)
 
     def _refuse_empty(self) -> None:
         for index, candidates in enumerate(self._candidates):

@@ -198,7 +198,7 @@ class Formulator:
         ]
         ports = {(s.forward[slot], s.gradient[slot]) for index, slot in parameter.uses for s in strategies[index]}
         natural = [gradient for _, gradient in ports if gradient is not None]
-        choices = storage_options(value, layouts, self.pricer.run, natural, len(parameter.uses))
+        choices = storage_options(value, layouts, self.pricer.run, natural, parameter.is_used_again)
         # A parameter in an FSDP group has one layout in use. The option goes if no strategy has that layout.
         return tuple(c for c in choices if c.fsdp_axes is None or fsdp_use_layouts(c) in ports)
 

@@ -18,13 +18,13 @@ def functional_target(target: Any) -> Any:
     if not name.endswith("_") or name.endswith("__"):
         return target
     if name == "copy_":
-        return _copied  # aten.copy has no backward
+        return _copied
     functional = getattr(torch.ops.aten, name[:-1], None)
     return getattr(functional, target._overloadname, target) if functional is not None else target
 
 
 def _copied(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return source.to(tensor.dtype).expand(tensor.shape).clone()
+    return tensor.detach().clone().copy_(source, non_blocking)  # aten.copy has no backward, and DTensor no rule for it
 
 
 def with_tensors(template: Any, tensors: Iterable[Any]) -> Any:

@@ -14,6 +14,8 @@ from planner.liveness.op_order import NEVER
 from planner.regions.blocks import Blocks
 from planner.regions.regions import RegionGraph
 
+_UsePair = tuple[tuple[int, int], tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterClass:
@@ -26,6 +28,7 @@ class ParameterClass:
         uses: (region class, slot) -> number of redistributions of each parameter there; 0: it is used there as it was
             redistributed for another use, to which `same_layout` joins it.
         same_layout: pairs of uses under one name, which need the same layout.
+        served: those of these pairs whose second use is served by what is redistributed for the first.
         gradients: lifetime of gradients.
         working: use -> lifetime of the parameters that an op uses at the candidate.
         pending: use -> lifetime of gradients from that use, if it is the last of several uses in the forward. Each
@@ -35,7 +38,8 @@ class ParameterClass:
 
     values: tuple[str, ...]
     uses: Mapping[tuple[int, int], int]
-    same_layout: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    same_layout: tuple[_UsePair, ...]
+    served: tuple[_UsePair, ...]
     gradients: Lifetime
     working: Mapping[tuple[int, int], Lifetime]
     pending: Mapping[tuple[int, int], Lifetime]
@@ -43,7 +47,12 @@ class ParameterClass:
 
     def sharing(self, use: tuple[int, int]) -> tuple[tuple[int, int], ...]:
         """Return ``use`` and the uses that are served by what is redistributed for it."""
-        return use, *(other for first, other in self.same_layout if first == use)
+        return use, *(other for first, other in self.served if first == use)
+
+    @property
+    def is_used_again(self) -> bool:
+        """Whether gradients of several uses of a parameter add up, such as those of two calls of its module."""
+        return len(self.uses) > 1 or sum(self.uses.values()) > 1
 
     def without_peak_candidates(self) -> ParameterClass:
         """Return the class with empty lifetimes."""
@@ -101,24 +110,28 @@ class FsdpGroup:
 def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
     """Return the parameter classes: parameters with the same uses are in one class."""
     uses: dict[str, dict[tuple[int, int], int]] = {}
-    joined: dict[str, tuple[tuple[tuple[int, int], tuple[int, int]], ...]] = {}
+    joined: dict[str, tuple[_UsePair, ...]] = {}
+    served: dict[str, tuple[_UsePair, ...]] = {}
     for value, calls in _reader_calls(regions).items():
-        uses[value], joined[value] = {}, ()
+        uses[value], joined[value], served[value] = {}, (), ()
         for by_use in calls.values():
             first = max(by_use, key=lambda use: len(by_use[use]))
             seen: set[int] = set()
             for use in (first, *(other for other in by_use if other != first)):
                 uses[value][use] = uses[value].get(use, 0) + len(by_use[use] - seen)
                 seen |= by_use[use]
-            joined[value] += tuple((first, use) for use in by_use if use != first)
+            pairs = tuple((first, use) for use in by_use if use != first)
+            joined[value] += pairs
+            served[value] += tuple((first, use) for first, use in pairs if by_use[first] & by_use[use])
     groups: dict[Hashable, list[str]] = defaultdict(list)
     for value, counts in uses.items():
-        groups[tuple(sorted(counts.items())), joined[value]].append(value)
+        groups[tuple(sorted(counts.items())), joined[value], served[value]].append(value)
     return tuple(
         ParameterClass(
             values=tuple(values),
             uses=dict(sorted(uses[values[0]].items())),
             same_layout=joined[values[0]],
+            served=served[values[0]],
             gradients=_gradients(values, timeline),
             working={use: _working(use[0], values, regions, timeline) for use in uses[values[0]]},
             pending={use: _pending(use[0], values, regions, timeline) for use in uses[values[0]]},
@@ -211,8 +224,7 @@ def find_fsdp_groups(
     counts_by_block: dict[str, Counter[int]] = defaultdict(Counter)
     for index, parameter in enumerate(parameters):
         values = [regions.graph.values[name] for name in parameter.values]
-        used_once = len(parameter.uses) == 1 and set(parameter.uses.values()) == {1}
-        if used_once and all(value.requires_grad and value.name in home for value in values):
+        if not parameter.is_used_again and all(value.requires_grad and value.name in home for value in values):
             for value in values:
                 counts_by_block[home[value.name]][index] += 1
     groups: list[FsdpGroup] = []

@@ -80,16 +80,16 @@ def _mixes_strided_shards(layout: Layout) -> bool:
 
 
 def storage_options(
-    value: Value, layouts: Sequence[Layout], run: Run, gradient_layouts: Sequence[Layout], uses: int
+    value: Value, layouts: Sequence[Layout], run: Run, gradient_layouts: Sequence[Layout], is_used_again: bool
 ) -> tuple[StorageOption, ...]:
     """Return every storage option of a parameter whose stored layout is one of ``layouts``.
 
     Args:
         gradient_layouts: the layouts in which the parameter's uses compute its gradient.
-        uses: number of region classes that use the parameter.
+        is_used_again: whether gradients of several uses add up.
     """
     trained = run.job.training and value.requires_grad
-    if uses < 2 or not trained:
+    if not is_used_again or not trained:
         once_a_step = [StorageOption(stored=layout, accumulated=None) for layout in layouts]
         return (*once_a_step, *(_reduced_in_every_backward(layouts, run) if trained else ()))
     return tuple(

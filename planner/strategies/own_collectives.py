@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from cost_model.layouts.layout import Layout, shard_counts, split_factor
 from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels
-from planner.strategies import buffer_updates, context_parallel, expert_parallel
+from planner.strategies import buffer_updates, context_parallel, expert_parallel, reduction_rules
 from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
@@ -30,6 +30,8 @@ def inner_collectives(
     losses = ("aten.cross_entropy_loss.default", fused_kernels.CROSS_ENTROPY)
     if op.target_name in losses and is_shardable_cross_entropy(op, inputs):
         return _cross_entropy_collectives(inputs, layouts, mesh_shape)
+    if op.target_name in (*reduction_rules.NAMES, *losses):
+        return reduction_rules.reduction_collectives(op, inputs, layouts, mesh_shape)
     return ()
 
 

@@ -7,6 +7,7 @@ The executor runs these ops by the same rules (``executor.ops.dispatch``).
 on two axes.
 `cross_entropy_loss`  DTensor all-gathers vocabulary-sharded logits, and averages over ranks that ignore different
 numbers of labels.
+`sum`, `mean` to one number, losses  `planner.strategies.reduction_rules`.
 `scaled_dot_product_attention`  DTensor decomposes it where it has no rule for the kernel. The rules shard the batch,
 heads, or the sequence (context parallelism: `planner.strategies.context_parallel`).
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
@@ -34,6 +35,7 @@ from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels
 from planner.strategies import buffer_updates, context_parallel, expert_parallel
+from planner.strategies import reduction_rules as reductions
 from planner.strategies.axis_rule import AxisRule
 from planner.strategies.local_ops import local_rules
 
@@ -128,17 +130,14 @@ def _pads_unevenly(op: Op, weight: Value) -> bool:
 
 
 def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
-    labels: tuple[Placement | None, ...] = (None,) if inputs[1].kind == "plain" else (R,)
-    rules = [AxisRule(inputs=(R, *labels), outputs=(R,), output_gradients=(R,), input_gradients=(R, None))]
-    if is_shardable_cross_entropy(op, inputs):
-        rows = (Shard(0),) if inputs[1].kind != "plain" else (None,)
-        rules.append(
-            AxisRule(inputs=(Shard(0), *rows), outputs=(R,), output_gradients=(R,), input_gradients=(Shard(0), None))
-        )
-        rules.append(
-            AxisRule(inputs=(Shard(1), *labels), outputs=(R,), output_gradients=(R,), input_gradients=(Shard(1), None))
-        )
-    return rules
+    if not is_shardable_cross_entropy(op, inputs):
+        return reductions.reduction_rules(op, inputs)
+
+    def rule(logits: Placement, labels: Placement) -> AxisRule:
+        given = None if inputs[1].kind == "plain" else labels
+        return AxisRule(inputs=(logits, given), outputs=(R,), output_gradients=(R,), input_gradients=(logits, None))
+
+    return [rule(R, R), rule(Shard(0), Shard(0)), rule(Shard(1), R)]
 
 
 def _attention(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -306,6 +305,7 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.conv_transpose2d.input": _convolution,
     "aten.conv_transpose3d.input": _convolution,
     "aten.cross_entropy_loss.default": _cross_entropy,
+    **dict.fromkeys(reductions.NAMES, reductions.reduction_rules),
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
     experts.OP_NAME: _experts,

@@ -70,7 +70,15 @@ def all_errors(rank: int, plans: dict[str, tuple[str, dict[str, Any]]]) -> dict[
     return {key: largest_errors(text, name) for key, (name, text) in plans.items()}
 
 
-RANDOM = ("a child's weight", "a sibling's weight", "one weight twice", "identity", "conv1d", "GRU with a state")
+RANDOM = (
+    "a child's weight",
+    "a sibling's weight",
+    "one weight twice",
+    "identity",
+    "conv1d",
+    "GRU with a state",
+    "a block in a loop",
+)
 """Modules that are also run under plans with random layouts, of which each is another combination."""
 
 

@@ -132,6 +132,46 @@ class Bags(nn.Module):
         return self.head(self.bag(ids))
 
 
+class Looped(nn.Module):
+    """Calls one block several times, as ALBERT does; the first call gets a tensor without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.block(x)
+        return F.smooth_l1_loss(x, x.detach().roll(1, -1))
+
+
+class Shifted(nn.Module):
+    """Shifts its labels by assignments, as encoder-decoders do, and averages over those that a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        shifted = ids.new_zeros(ids.shape)
+        shifted[..., 1:] = ids[..., :-1].clone()
+        shifted[..., 0] = 3
+        losses = F.cross_entropy(self.head(self.table(shifted)).flatten(0, 1), ids.flatten(), reduction="none")
+        return (losses * mask.flatten()).sum() / mask.sum()
+
+
+class Classifier(nn.Module):
+    """Averages over the labels that are given, smoothed and weighted by class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
+        self.loss = nn.CrossEntropyLoss(torch.arange(1.0, 6.0), ignore_index=2, label_smoothing=0.1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.body(x), labels)
+
+
 def _rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *shape)
 
@@ -167,5 +207,8 @@ MODULES: dict[str, Callable[[], Made]] = {
     "GRU with a state": lambda: (Recurrent(), (_rows(6, 16), torch.randn(1, BATCH, 16))),
     "LSTM": lambda: (nn.LSTM(16, 16, num_layers=2), (torch.randn(6, BATCH, 16),)),
     "identity": lambda: (Residual(), (_rows(4, 16),)),
+    "a block in a loop": lambda: (Looped(), (_rows(4, 16),)),
+    "shifted labels and a mask": lambda: (Shifted(), (torch.randint(0, 24, (BATCH, 6)), torch.rand(BATCH, 6))),
+    "a smoothed loss": lambda: (Classifier(), (_rows(16), torch.randint(0, 5, (BATCH,)))),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }

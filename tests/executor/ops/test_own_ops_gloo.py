@@ -12,6 +12,7 @@ from support.gloo import run_on_gloo
 from support.split_inputs import Inputs, close, layouts, leaf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from cost_model.layouts.layout import format_layout
 from executor.ops.dispatch import OwnOps
@@ -82,12 +83,62 @@ def losses() -> Iterator[tuple[str, Call, Inputs]]:
         )
 
 
+def reductions() -> Iterator[tuple[str, Call, Inputs]]:
+    """Sums, means and losses that are one number, or one for each element or row."""
+    x, y = torch.randn(8, 4), torch.rand(8, 4)
+    splits = ((R, R), (S0, S0), (S1, S1))
+    for (layout,) in layouts((R,), (S0,), (S1,)):
+        yield "sum", lambda x: x.sum() * x.mean(), ((x, layout),)
+        yield "mean in another dtype", lambda x: torch.mean(x, dtype=torch.float64), ((x, layout),)
+        yield "share", lambda x: (x.square() * (x > 0)).sum() / (x > 0).sum(), ((x, layout),)
+        yield "mean of rows", lambda x: x.mean(1), ((x, layout),)
+        yield "error against a constant", lambda x: F.mse_loss(x, torch.ones(8, 4)), ((x, layout),)
+    for x_layout, y_layout in layouts(*splits):
+        inputs = ((x, x_layout), (y, y_layout))
+        for how in ("mean", "sum", "none"):
+            yield f"mse {how}", lambda x, y, how=how: F.mse_loss(x, y, reduction=how), inputs
+            yield f"bce {how}", lambda x, y, how=how: F.binary_cross_entropy_with_logits(x, y, reduction=how), inputs
+        yield "smooth", lambda x, y: F.smooth_l1_loss(x, y, beta=0.5), inputs
+        yield "huber", lambda x, y: F.huber_loss(x, y.detach(), delta=0.3), inputs
+        yield "kl", lambda x, y: F.kl_div(x, y.detach(), reduction="batchmean"), inputs
+    for x_layout, y_layout in layouts((R, R), (S0, S0)):
+        inputs = ((x, x_layout), (y, y_layout))
+        yield (
+            "bce with weights of classes",
+            lambda x, y: F.binary_cross_entropy_with_logits(x, y.detach(), pos_weight=torch.arange(1.0, 5.0)),
+            inputs,
+        )
+        yield "probabilities of classes", lambda x, y: F.cross_entropy(x, y), inputs
+
+
+def losses_of_rows() -> Iterator[tuple[str, Call, Inputs]]:
+    """Losses of classes with options that leave the classes whole; ranks ignore different numbers of labels."""
+    logits, labels, images = torch.randn(16, 8), torch.randint(0, 8, (16,)), torch.randn(8, 5, 2, 2)
+    labels[:7] = -100
+    weight = torch.arange(1.0, 9.0)
+    for x_layout, y_layout in layouts((R, R), (S0, S0)):
+        inputs = ((logits, x_layout), (labels, y_layout))
+        for how in ("mean", "sum", "none"):
+            options = {"reduction": how, "label_smoothing": 0.1, "weight": weight}
+            yield f"smoothed {how}", lambda x, y, options=options: F.cross_entropy(x, y, **options), inputs
+            yield f"nll {how}", lambda x, y, how=how: F.nll_loss(x.log_softmax(1), y, reduction=how), inputs
+        yield "weighted", lambda x, y: F.cross_entropy(x, y, weight), inputs
+        pixels = (labels[:8].abs() % 5).reshape(8, 1, 1).expand(8, 2, 2).contiguous()
+        yield "pixels", lambda x, y: F.cross_entropy(x, y, ignore_index=2), ((images, x_layout), (pixels, y_layout))
+
+
 def check_all(rank: int) -> list[str]:
+    with implicit_replication():
+        return check()
+
+
+def check() -> list[str]:
     mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
     redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
-    for name, call, inputs in itertools.chain(embeddings(), convolutions(), attentions(), masks(), losses()):
+    cases = (embeddings, convolutions, attentions, masks, losses, reductions, losses_of_rows)
+    for name, call, inputs in itertools.chain.from_iterable(make() for make in cases):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
         plain = [leaf(tensor) for tensor, _ in inputs]
         sharded = [leaf(distribute_tensor(tensor.detach(), mesh, layout)) for tensor, layout in inputs]

@@ -1,0 +1,187 @@
+"""Sums and means of all elements, and losses, of tensors that are split: each rank reduces its piece, then all do.
+
+The result is one number, and whole. The backward pass needs no communication. Rules:
+``planner.strategies.reduction_rules``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from cost_model.layouts.layout import Layout
+from executor.redistribute import Redistributor, conjugate, contiguous_stride
+
+
+def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return the own op of ``torch.sum`` or ``torch.mean``, or of the method; NotImplemented for some dims
+    only, and for a tensor that is whole."""
+    is_mean = function.__name__ == "mean"
+
+    def run(redistributor: Redistributor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or set(kwargs) - {"dtype"}:
+            return NotImplemented
+        layout = _common_layout(redistributor, [input], partial=True)
+        if layout in (None, redistributor.replicated):
+            return NotImplemented
+        result = function(_local(redistributor, input, layout), **kwargs)
+        return _reduced(redistributor, result / _pieces(redistributor, layout) if is_mean else result, layout)
+
+    return run
+
+
+def loss(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return the own op of a loss that reduces a number for each element of its input and target."""
+    signature = inspect.signature(function)
+
+    def run(redistributor: Redistributor, *args: Any, **kwargs: Any) -> Any:
+        call = _arguments(signature, args, kwargs)
+        if call is None or call["input"].shape != call["target"].shape:
+            return NotImplemented
+        tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+        rows = {name: value for name, value in tensors.items() if value.dim() == call["input"].dim()}
+        layout = _common_layout(redistributor, list(rows.values()))
+        if layout is None or not _are_whole(redistributor, [t for name, t in tensors.items() if name not in rows]):
+            return NotImplemented
+        local = {
+            name: _local(redistributor, value, layout if name in rows else redistributor.replicated)
+            for name, value in tensors.items()
+        }
+        result = function(**{**call, **local})
+        if call["reduction"] == "none":
+            return _as_split(redistributor, result, layout, tuple(call["input"].shape))
+        if call["reduction"] == "mean":
+            result = result / _pieces(redistributor, layout)
+        elif call["reduction"] == "batchmean":
+            result = result / math.prod(
+                redistributor.axis_size(axis) for axis, place in enumerate(layout) if place == Shard(0)
+            )
+        return _reduced(redistributor, result, layout)
+
+    return run
+
+
+def loss_of_classes(
+    redistributor: Redistributor, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    """Return ``F.cross_entropy`` or ``F.nll_loss`` of rows that are split: the sum over rows by the sum of weights.
+
+    NotImplemented where anything else is split.
+    """
+    call = _arguments(_signature_of(function), args, kwargs)
+    if call is None or redistributor.zigzag is not None:
+        return NotImplemented
+    logits, target, weight = call["input"], call["target"], call["weight"]
+    layout = _common_layout(redistributor, [logits, target])
+    if layout is None or any(place.is_shard() and place != Shard(0) for place in layout):
+        return NotImplemented
+    if weight is not None and not _are_whole(redistributor, [weight]):
+        return NotImplemented
+    local = {name: _local(redistributor, call[name], layout) for name in ("input", "target")}
+    if weight is not None:
+        local["weight"] = _local(redistributor, weight, redistributor.replicated)
+    rows = function(**{**call, **local, "reduction": "none"})
+    if call["reduction"] == "none":
+        return _as_split(redistributor, rows, layout, (logits.shape[0], *rows.shape[1:]))
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    totals = torch.stack([rows.sum(dtype=dtype), _weights(call, local).to(dtype)])
+    loss_sum, weights = _reduced(redistributor, totals, layout).unbind()
+    return (loss_sum / weights if call["reduction"] == "mean" else loss_sum).to(logits.dtype)
+
+
+def nll_loss(redistributor: Redistributor, *args: Any, **kwargs: Any) -> Any:
+    """Return ``F.nll_loss`` by `loss_of_classes`."""
+    return loss_of_classes(redistributor, F.nll_loss, *args, **kwargs)
+
+
+def _weights(call: dict[str, Any], local: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of this rank's weights, by which a mean divides: those of the rows that are not ignored."""
+    x, target, weight = local["input"].detach(), local["target"], local.get("weight")
+    if target.is_floating_point():
+        return x.new_full((), x.numel() / x.shape[1], dtype=torch.float32)
+    counted: torch.Tensor = target != call["ignore_index"]
+    if weight is None:
+        return counted.sum()
+    return torch.where(counted, weight[target.masked_fill(~counted, 0)], 0).sum()
+
+
+_signature_of = functools.cache(inspect.signature)
+
+
+def _arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Any) -> dict[str, Any] | None:
+    """Return the arguments of a loss by name; None with the arguments that torch deprecated."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = dict(bound.arguments)
+    deprecated = [call.pop(name, None) for name in ("size_average", "reduce")]
+    return call if deprecated == [None, None] else None
+
+
+def _common_layout(
+    redistributor: Redistributor, tensors: Sequence[torch.Tensor], *, partial: bool = False
+) -> Layout | None:
+    """Return the layout of all DTensors of ``tensors``; None if they have none in common, or one not covered."""
+    layouts = {tuple(tensor.placements) for tensor in tensors if isinstance(tensor, DTensor)}
+    if len(layouts) != 1:
+        return None
+    (layout,) = layouts
+    if redistributor.zigzag is not None and not all(isinstance(tensor, DTensor) for tensor in tensors):
+        return None
+    covered = all(p.is_replicate() or type(p) is Shard or (partial and p == Partial()) for p in layout)
+    return layout if covered else None
+
+
+def _are_whole(redistributor: Redistributor, tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tuple(redistributor.as_dtensor(tensor).placements) == redistributor.replicated for tensor in tensors)
+
+
+def _local(redistributor: Redistributor, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return this rank's piece of ``tensor``, in autograd for a DTensor."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(grad_placements=conjugate(layout))
+    return redistributor.to_layout(redistributor.as_dtensor(tensor), layout).to_local()
+
+
+def _pieces(redistributor: Redistributor, layout: Layout) -> int:
+    """Return the number of pieces that a tensor in ``layout`` has."""
+    return math.prod(redistributor.axis_size(axis) for axis, place in enumerate(layout) if place.is_shard())
+
+
+def _reduced(redistributor: Redistributor, local: torch.Tensor, layout: Layout) -> DTensor:
+    """Return the sum of ``local`` over all axes on which ``layout`` is not replicated."""
+    pending = tuple(place if place.is_replicate() else Partial() for place in layout)
+    result = DTensor.from_local(
+        local, redistributor.device_mesh, pending, run_check=False, grad_placements=redistributor.replicated
+    )
+    return redistributor.redistribute(result, redistributor.replicated)
+
+
+def _as_split(redistributor: Redistributor, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
+    return DTensor.from_local(
+        local.contiguous(),
+        redistributor.device_mesh,
+        layout,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=contiguous_stride(shape),
+        grad_placements=layout,
+    )
+
+
+LOSSES = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.soft_margin_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+)
