@@ -32,6 +32,7 @@ from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.model_rewrites.torch_attention import attention_as_planned
+from planner.model_rewrites.value_checks import without_value_checks
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -248,6 +249,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         markers.attached(),
         unpacked_sequences(),
         attention_as_planned(),
+        without_value_checks(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),

@@ -6,6 +6,7 @@ fused ops and their kernels      fuse_ops.fuse_ops, fused_kernels
 MLA, without copies of keys      mla.concatenate_mla_keys
 torch's attention modules        torch_attention.attention_as_planned
 masks and transformers' cache    eager_masks, cache_argument
+checks of values                 value_checks.without_value_checks
 recurrent layers' weights        recurrent.read_recurrent_weights
 dims on which an op is split     independent_dims.split_outputs
 """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -104,6 +105,22 @@ def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> It
     return _RegionSearch(region, rules, axis_size).run()
 
 
+def _depth_first(start: _Placed, steps: int, expand: Callable[[_Placed, int], Iterator[_Placed]]) -> Iterator[_Placed]:
+    """Yield all states after ``steps`` steps from ``start``; ``expand`` yields the states after one step of a state.
+
+    A region has thousands of ops where a module loops over time: too many for a recursion.
+    """
+    pending = [iter((start,))]
+    while pending:
+        state = next(pending[-1], None)
+        if state is None:
+            pending.pop()
+        elif len(pending) > steps:
+            yield state
+        else:
+            pending.append(expand(state, len(pending) - 1))
+
+
 class _RegionSearch:
     """Search over the placements of one region: forward through its ops, then backward for their gradients."""
 
@@ -116,22 +133,19 @@ class _RegionSearch:
         self._written = {i for op in region.ops for i in op.inputs} - read - self._exits
 
     def run(self) -> Iterator[AxisStrategy]:
-        slots = range(len(self._region.slots))
-        for forward in self._forward({}, 0):
-            for gradient in self._backward(forward, {}, len(self._region.ops) - 1):
-                yield AxisStrategy(
-                    forward=tuple(forward.get(i) for i in slots), gradient=tuple(gradient.get(i) for i in slots)
-                )
+        slots, steps = range(len(self._region.slots)), len(self._region.ops)
+        for through in _depth_first({}, steps, self._forward):
+            for forward in self._with_unread(through):
+                for arrived in _depth_first({}, steps, functools.partial(self._backward, forward)):
+                    for gradient in self._finish(forward, arrived):
+                        yield AxisStrategy(
+                            forward=tuple(forward.get(i) for i in slots), gradient=tuple(gradient.get(i) for i in slots)
+                        )
 
     # --- forward -------------------------------------------------------------------------------------------------
 
     def _forward(self, forward: _Placed, step: int) -> Iterator[_Placed]:
-        """Yield the completions of ``forward``, the placements of slots that ops before ``step`` read or write."""
-        if step == len(self._region.ops):
-            unread = [i for i, slot in enumerate(self._region.slots) if slot.origin != "op" and i not in forward]
-            for choice in itertools.product(*(list(self._options(i)) for i in unread)):
-                yield forward | dict(zip(unread, choice, strict=True))
-            return
+        """Yield ``forward``, the placements of slots that ops before ``step`` read or write, with those of this op."""
         region_op = self._region.ops[step]
         inputs = find_op_inputs(self._region, region_op)
         unplaced = list(dict.fromkeys(i for i in region_op.inputs if i not in forward))
@@ -139,9 +153,14 @@ class _RegionSearch:
         for choice in self._choices(region_op, inputs, forward, unplaced, options):
             placed = forward | dict(zip(unplaced, choice, strict=True))
             outputs = self._rules.forward(region_op.op, inputs, tuple(placed[i] for i in region_op.inputs))
-            if outputs is None or not all(map(self._may_pass_on, region_op.outputs, outputs)):
-                continue
-            yield from self._forward(placed | dict(zip(region_op.outputs, outputs, strict=True)), step + 1)
+            if outputs is not None and all(map(self._may_pass_on, region_op.outputs, outputs)):
+                yield placed | dict(zip(region_op.outputs, outputs, strict=True))
+
+    def _with_unread(self, forward: _Placed) -> Iterator[_Placed]:
+        """Yield ``forward`` with the placements of slots that no op reads or writes."""
+        unread = [i for i, slot in enumerate(self._region.slots) if slot.origin != "op" and i not in forward]
+        for choice in itertools.product(*(list(self._options(i)) for i in unread)):
+            yield forward | dict(zip(unread, choice, strict=True))
 
     def _choices(
         self,
@@ -205,16 +224,14 @@ class _RegionSearch:
     # --- backward ------------------------------------------------------------------------------------------------
 
     def _backward(self, forward: _Placed, gradient: _Placed, step: int) -> Iterator[_Placed]:
-        """Yield the completions of ``gradient``, the placements of gradients after the backward of later ops.
+        """Yield ``gradient``, the placements of gradients after the backward of later ops, with those of one more.
 
         Args:
             forward: the placement of each slot.
-            step: the op whose backward comes next; ops run backward in reverse order.
+            gradient: placements of the gradients that have been computed.
+            step: number of ops whose backward has run.
         """
-        if step < 0:
-            yield from self._finish(forward, gradient)
-            return
-        region_op = self._region.ops[step]
+        region_op = self._region.ops[-1 - step]
         exits = [i for i in region_op.outputs if i in self._exits]
         undecided = [i for i in exits if self._region.slots[i].value.requires_grad and gradient.get(i) is None]
         for choice in itertools.product(*(self._gradient_options(forward, i) for i in undecided)):
@@ -223,7 +240,7 @@ class _RegionSearch:
                 continue
             after = self._through_op(region_op, forward, state)
             if after is not None:
-                yield from self._backward(forward, after, step - 1)
+                yield after
 
     def _through_op(self, region_op: RegionOp, forward: _Placed, gradient: _Placed) -> _Placed | None:
         """Return the gradients' placements after the backward of one op; None where it does not run."""

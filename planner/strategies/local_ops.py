@@ -25,8 +25,17 @@ from planner.strategies.axis_rule import AxisRule
 
 R = Replicate()
 
-ALWAYS_LOCAL = frozenset({"group_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Ops that DTensor runs on replicated tensors only, or takes apart into many."""
+ALWAYS_LOCAL = frozenset({
+    "group_norm",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+})  # fmt: skip
+"""Ops that DTensor runs on replicated tensors only, takes apart into many, or runs on some memory formats only."""
 
 
 def packet_name(op: Op) -> str:
