@@ -47,6 +47,7 @@ class RegionPricer:
         self._collectives = redistribution_pricer
         self._op_times = op_times
         self._overlap = Overlap.of(run.cluster.device)
+        self._times: dict[tuple[str, tuple[Layout | None, ...]], OpTime] = {}
 
     def price(
         self,
@@ -104,7 +105,13 @@ class RegionPricer:
     # --- compute -------------------------------------------------------------------------------------------------
 
     def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
-        """Return the seconds of one op on one device's shards."""
+        """Return the seconds of one op on one device's shards; many strategies of a region have an op in one layout."""
+        key = region_op.op.name, tuple([strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)])
+        if key not in self._times:
+            self._times[key] = self._computed_op_time(region, region_op, strategy)
+        return self._times[key]
+
+    def _computed_op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
         op, mesh_shape = region_op.op, self._run.mesh.shape
         slots = (*region_op.inputs, *region_op.outputs)
         global_nbytes = sum(region.slots[i].value.nbytes for i in slots) or 1
