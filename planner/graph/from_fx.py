@@ -331,13 +331,31 @@ class _GraphBuilder:
                 return tensor
             suffix = path_text(path)
             name = self._prefix + (f"{node.name}.{suffix}" if suffix else node.name)
-            shape = tuple(map(int, tensor.shape))
+            shape = self._static_shape(tensor, target)
             self._values[name] = output_value(name, shape, tensor.dtype, target, grad_enabled, sources)
             names.append(name)
             return _ValueInModule(name, ())
 
         self._node_values[node] = pytree.tree_map_with_path(add, result)
         return tuple(names)
+
+    def _static_shape(self, tensor: torch.Tensor, target: Any) -> tuple[int, ...]:
+        """Return the shape of a result of ``target``.
+
+        Raises:
+            ModelError: the shape depends on the values of tensors.
+        """
+        try:
+            return tuple(map(int, tensor.shape))
+        except Exception as error:
+            fqn = self._captured.calls[self._open_calls[-1]].fqn
+            raise ModelError(
+                f"{op_target(target)} in {fqn or 'the root module'} returns as many elements as values say. A plan "
+                "needs shapes that do not depend on values.",
+                what_to_do="Write the module without nonzero, boolean indexing or sizes read from tensors: a mask and "
+                "torch.where give a fixed shape.",
+                module=fqn,
+            ) from error
 
     def _read_output(self, node: torch.fx.Node) -> None:
         nodes = [leaf for leaf in pytree.tree_leaves(node.args, is_leaf=_is_node) if _is_node(leaf)]
