@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BartConfig, BartForConditionalGeneration
 
 BATCH = 8
+
+_BART_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 
 Made = tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]
 
@@ -172,8 +175,39 @@ class Classifier(nn.Module):
         return self.loss(self.body(x), labels)
 
 
+class Masked(nn.Module):
+    """An encoder-decoder of transformers, which makes masks of its own, and leaves those out that mask nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in _BART_SIZES.items()}
+        config = BartConfig(vocab_size=32, d_model=16, max_position_embeddings=16, dropout=0.0, **sizes)
+        self.model = BartForConditionalGeneration(config)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+
+class Gaussian(nn.Module):
+    """Samples nothing, but has a distribution, which checks its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return -torch.distributions.Normal(self.mean(x), F.softplus(self.spread(x))).log_prob(y).mean()
+
+
 def _rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *shape)
+
+
+def _padded(length: int) -> Tensor:
+    """Return a mask in which every other sample has one token of padding."""
+    mask = torch.ones(BATCH, length, dtype=torch.int64)
+    mask[::2, -1] = 0
+    return mask
 
 
 def _convolutions() -> nn.Module:
@@ -210,5 +244,10 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a block in a loop": lambda: (Looped(), (_rows(4, 16),)),
     "shifted labels and a mask": lambda: (Shifted(), (torch.randint(0, 24, (BATCH, 6)), torch.rand(BATCH, 6))),
     "a smoothed loss": lambda: (Classifier(), (_rows(16), torch.randint(0, 5, (BATCH,)))),
+    "an encoder-decoder with padding": lambda: (
+        Masked(),
+        (torch.randint(3, 32, (BATCH, 6)), _padded(6), torch.randint(3, 32, (BATCH, 4))),
+    ),
+    "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }

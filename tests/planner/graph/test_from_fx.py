@@ -212,3 +212,19 @@ def test_a_copy_on_meta_holds_what_the_module_does_and_nothing_of_it() -> None:
     assert len(copy._forward_hooks) == 1
     assert copy._forward_hooks is not original._forward_hooks
     assert list(vars(copy)) == list(vars(original))
+
+
+class TakesWhatIsPositive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.body = nn.Linear(4, 1), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x[self.gate(x).squeeze(-1) > 0]).sum()
+
+
+def test_a_shape_that_depends_on_values_is_refused_by_op_and_module() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), TakesWhatIsPositive())
+    with pytest.raises(ModelError, match=r"aten\.index\.Tensor in 1 returns as many elements as values say") as caught:
+        graph_of(module, {"input": torch.randn(8, 4)})
+    assert caught.value.module == "1"
