@@ -1,6 +1,7 @@
 """Which models can be planned? Small models of many architectures, each traced, planned and verified.
 
-    cd benchmarks && python -m covered.coverage --json coverage.jsonl --markdown results/coverage.md
+    cd benchmarks && python -m covered.coverage --json results/coverage.jsonl --markdown results/coverage.md \\
+        --matrix ../docs/reference/architectures.md
 
 Each case runs in a process of its own, forked from one that has imported everything, within a time limit. Cases that
 are in the file already are not run again. Exit code 1: a traceback, or a plan that does not run as planned.
@@ -192,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("coverage.jsonl"), help="rows, one a line; read and extended")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--matrix", type=Path, help="write the page of the documentation to this file")
     parser.add_argument("--group", action="append", help="only this group; may be repeated")
     parser.add_argument("--only", action="append", help="only this case; may be repeated")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for a case")
@@ -206,6 +208,8 @@ def main() -> int:
     print(summary(rows))
     if args.markdown:
         args.markdown.write_text(document(rows), encoding="utf-8")
+    if args.matrix:
+        args.matrix.write_text(support_matrix(rows), encoding="utf-8")
     return int(any(row.result in ("traceback", "differs") for row in rows))
 
 
@@ -227,23 +231,53 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def document(rows: Sequence[Row]) -> str:
-    """Return the results as Markdown."""
+    """Return the results as Markdown, for `benchmarks/results`."""
+    head = ["# Which models can be planned?", "", "`cd benchmarks && python -m covered.coverage`", "", summary(rows)]
+    return "\n".join([*head, "", *_table(rows), ""])
+
+
+def support_matrix(rows: Sequence[Row]) -> str:
+    """Return the page of the documentation on which architectures were planned and verified."""
     lines = [
-        "# Which models can be planned?",
+        "# Architectures",
         "",
-        "`cd benchmarks && python -m covered.coverage`",
-        "",
-        summary(rows),
-        "",
+        f"A small model of each was traced, planned for {CLUSTER} on the best mesh and on `{MESH}`, and trained",
+        "for a step on fake processes. *verified*: both plans ran exactly the collectives that they predict.",
+        "*baseline*: only the plan of a baseline does. *refused*: shardplan says why not.",
+        "This page is generated from `benchmarks/results/coverage.jsonl`; `benchmarks/README.md` has the command.",
     ]
-    lines += ["| model | group | result | the expert's step over ours | planning, s | cause |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for group, title in _TITLES.items():
+        mine = [row for row in rows if row.group == group and row.result != "no eager run"]
+        if mine:
+            counted = sum(row.result == "verified" for row in mine)
+            lines += ["", f"## {title}", "", f"{counted} of {len(mine)} verified.", "", *_table(mine)]
+    return "\n".join([*lines, ""])
+
+
+_TITLES = {
+    "tp-plan": "Hugging Face models that carry a tensor-parallel plan",
+    "popular": "Other Hugging Face models",
+    "plain": "Plain torch modules",
+    "vision": "Vision models in plain torch",
+}
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| model | result | its own plan's step over ours | planning, s | cause |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
         seconds = f"{row.planning_s:.1f}" if row.planning_s is not None else ""
-        cause = (row.cause or row.expert).replace("|", "/")[:200]
-        lines.append(f"| {row.name} | {row.group} | {row.result} | {ratio} | {seconds} | {cause} |")
-    return "\n".join([*lines, ""])
+        cause = (row.cause or row.expert).replace("|", "/").replace("<", "&lt;")
+        cause = cause if len(cause) <= _CAUSE else f"{cause[:_CAUSE]} ..."
+        lines.append(f"| {row.name} | {row.result} | {ratio} | {seconds} | {cause} |")
+    return lines
+
+
+_CAUSE = 140
+"""Characters of a cause that are shown."""
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.techniques import AttentionKernel
 from planner.profile.op_profile import OpProfile
 from planner.profile.profile import ATTENTION
+from planner.strategies.axis_rule import Kernel
 from planner.strategies.context_parallel import may_split
 from planner.strategies.context_parallel_work import ContextParallelWork, is_causal
-from planner.strategies.inner_collectives import Kernel
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 

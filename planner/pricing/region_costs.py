@@ -24,9 +24,9 @@ from planner.pricing.region_memory import RegionMemory, context_parallel_work
 from planner.pricing.run_spec import PIPELINE_AXIS, Run, StagePlace
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
+from planner.strategies.axis_rule import InnerCollective
 from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
-from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_collectives import inner_collectives, shard_shape, work_split
 
 

@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
-from planner.strategies.axis_rule import AxisRule
-from planner.strategies.inner_collectives import InnerCollective
+from planner.strategies.axis_rule import AxisRule, InnerCollective
 
 BATCH_NORM = "aten.batch_norm.default"
 INSTANCE_NORM = "aten.instance_norm.default"

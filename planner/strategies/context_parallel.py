@@ -27,8 +27,8 @@ from torch.distributed.tensor import Shard
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
+from planner.strategies.axis_rule import InnerCollective, Kernel
 from planner.strategies.context_parallel_work import ContextParallelWork, is_causal
-from planner.strategies.inner_collectives import InnerCollective, Kernel
 
 OP_NAME = "aten.scaled_dot_product_attention.default"
 SEQUENCE = Shard(2)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planner.graph.op_graph import Op
 from planner.plan.token_order import backward_head_parts
-from planner.strategies.inner_collectives import Kernel
+from planner.strategies.axis_rule import Kernel
 
 _LOGSUMEXP_NBYTES = 4
 """Bytes of a row's log-sum-exp, in float32."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
 from planner.model_rewrites import experts
-from planner.strategies.inner_collectives import InnerCollective
+from planner.strategies.axis_rule import InnerCollective
 
 S0 = Shard(0)
 

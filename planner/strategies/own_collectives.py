@@ -10,7 +10,7 @@ from cost_model.layouts.layout import Layout, shard_counts, split_factor
 from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels
 from planner.strategies import buffer_updates, context_parallel, expert_parallel, reduction_rules
-from planner.strategies.inner_collectives import InnerCollective
+from planner.strategies.axis_rule import InnerCollective
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
 

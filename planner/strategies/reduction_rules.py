@@ -13,8 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
-from planner.strategies.axis_rule import AxisRule
-from planner.strategies.inner_collectives import InnerCollective
+from planner.strategies.axis_rule import AxisRule, InnerCollective
 
 R = Replicate()
 

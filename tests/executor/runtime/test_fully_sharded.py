@@ -207,6 +207,7 @@ def test_verify_counts_hundreds_of_ranks_without_memory(dtype: str) -> None:
     on_dp = {(row.phase, row.kind, row.bytes): count for row, count in observed_counts.items() if row.axis == "dp"}
     elements = 2**40 // 4
     assert on_dp == {
+        ("forward", "all_reduce", BYTES[dtype]): 1,  # of the loss
         ("forward", "all_gather", elements * BYTES[dtype]): 2,
         ("backward", "all_gather", elements * BYTES[dtype]): 2,
         ("backward", "reduce_scatter", elements * 4): 2,
@@ -264,6 +265,7 @@ def chain_plan(batch: Any = (S0, R)) -> ShardingPlan:
 
 
 GATHERS = [("all_gather", 4 * (n * 2 * n + 2 * n)) for n in (8, 16, 32)]
+LOSS = ("all_reduce", 4)
 SUMS = [("reduce_scatter", nbytes) for _, nbytes in GATHERS]
 
 
@@ -281,7 +283,7 @@ def test_the_next_all_gather_is_prefetched_before_a_reduce_scatter() -> None:
             model(torch.randn(4, 8)).backward()
         first, second, third = GATHERS
         backward = [third, second, SUMS[2], first, SUMS[1], SUMS[0]]
-        assert order.ran == [*GATHERS, *backward]
+        assert order.ran == [*GATHERS, LOSS, *backward]
 
 
 @pytest.mark.usefixtures("ranks")
@@ -352,7 +354,7 @@ def test_a_module_whose_result_is_changed_in_place_gathers_in_backward() -> None
     with Order(str(mesh.get_group("dp").group_name)) as order:
         model(torch.randn(4, 8)).backward()
     gather = ("all_gather", 4 * (8 * 8 + 8))
-    assert order.ran == [gather, gather, ("reduce_scatter", gather[1])]
+    assert order.ran == [gather, LOSS, gather, ("reduce_scatter", gather[1])]
 
 
 @pytest.mark.usefixtures("ranks")

@@ -12,10 +12,10 @@ from planner.graph.from_fx import trace
 from planner.graph.op_graph import Op, OpGraph, Value, writes_plain, written_input
 from planner.graph.trace_module import trace_module
 from planner.regions.regions import Region, build_regions
+from planner.strategies.axis_rule import InnerCollective
 from planner.strategies.axis_strategies import AxisStrategy
 from planner.strategies.buffer_updates import BATCH_NORM, batch_norm_collectives, write_collectives
 from planner.strategies.enumerate import StrategyTable
-from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_collectives import inner_collectives
 from planner.wire.codec import read_graph, write_graph
 

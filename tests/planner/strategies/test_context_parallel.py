@@ -20,9 +20,9 @@ from planner.pricing.op_times import LocalOp, OpTimes
 from planner.profile.op_profile import OpProfile
 from planner.run.compute_bound import least_compute_s
 from planner.session import PlanningSession
+from planner.strategies.axis_rule import Kernel
 from planner.strategies.context_parallel import SEQUENCE, may_split
 from planner.strategies.context_parallel_work import ContextParallelWork
-from planner.strategies.inner_collectives import Kernel
 from planner.strategies.own_collectives import inner_collectives
 from planner.strategies.own_rules import own_rules
 
