@@ -34,7 +34,7 @@ from torch import nn
 
 from cost_model.hardware.cluster import ClusterError
 from planner.build import verified_plan
-from planner.errors import PlannerError, RunError
+from planner.errors import ModelError, PlannerError, RunError
 from planner.plan.job_spec import spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.session import PlanningSession
@@ -106,11 +106,10 @@ def run(case: Case) -> Row:
         _call(model, inputs)
     except Exception as error:  # noqa: BLE001  the model's own fault, whatever it is
         return dataclasses.replace(row, cause=_in_one_line(error))
-    spec = spec_of({"cluster": CLUSTER, "batch": BATCH})
     try:
         start = time.perf_counter()
-        session = PlanningSession(model, spec=spec, example_inputs=inputs)
-        plans = [verified_plan(session, tolerance=spec.tolerance)]
+        session = _session(model, inputs)
+        plans = [verified_plan(session, tolerance=session.spec.tolerance)]
         row = dataclasses.replace(row, planning_s=time.perf_counter() - start)
         plans.append(verified_plan(session, mesh=MESH))
         for plan in plans:
@@ -132,6 +131,17 @@ def run(case: Case) -> Row:
         return dataclasses.replace(row, ratio=theirs.estimate.step_time_s / plans[-1].estimate.step_time_s)
     except PlannerError as error:
         return dataclasses.replace(row, expert=_in_one_line(error))
+
+
+def _session(model: nn.Module, inputs: Inputs) -> PlanningSession:
+    """Return the model traced in the default dtype, or in fp32 where the error says so."""
+    job = {"cluster": CLUSTER, "batch": BATCH}
+    try:
+        return PlanningSession(model, spec=spec_of(job), example_inputs=inputs)
+    except ModelError as error:
+        if "dtype='fp32'" not in error.what_to_do:
+            raise
+        return PlanningSession(model, spec=spec_of({**job, "dtype": "fp32"}), example_inputs=inputs)
 
 
 def _call(model: nn.Module, inputs: Inputs) -> None:

@@ -2,7 +2,7 @@
 
 the graph: ops, values, module calls    op_graph.OpGraph
 a traced module, without the module     trace_module.TracedModule, .trace_module
-capture with torch.fx                   capture, from_fx
+capture with torch.fx                   capture, from_fx, trace_errors
 repeated blocks, traced once            fold, unroll
 example inputs                          example_inputs.meta_inputs
 an op, run on given tensors             run_op.run_op

@@ -254,6 +254,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),
+        _quiet(),
     ):
         program = torch.export.export(module, inputs.args, dict(inputs.kwargs), strict=False)
     return _captured_graph(program, markers)
@@ -264,6 +265,23 @@ def _without_code_generation() -> Iterator[None]:
     """Within this context, torch.export is a third faster: it generates no Python code and records no stack traces."""
     with _use_lazy_graph_module(True), mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True):
         yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within this context, torch does not log the tracebacks of what it cannot trace: the error has the reason."""
+    loggers = [logging.getLogger(name) for name in _TRACEBACKS]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+_TRACEBACKS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def _captured_graph(program: torch.export.ExportedProgram, markers: _BoundaryMarkers) -> CapturedGraph:

@@ -11,12 +11,10 @@ import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.errors import ModelError
 from planner.graph.capture import (
     CapturedGraph,
     ExampleInputs,
     export,
-    module_names,
     op_target,
     path_text,
     symbolic_trace,
@@ -34,6 +32,7 @@ from planner.graph.op_graph import (
     build_digraph,
     output_value,
 )
+from planner.graph.trace_errors import cannot_trace, shape_by_values
 from planner.graph.unroll import unroll
 
 
@@ -56,11 +55,7 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
         try:
             captured = symbolic_trace(module, inputs)
         except Exception as fx_error:  # noqa: BLE001
-            raise ModelError(
-                f"cannot trace {type(module).__name__}{_failing_module(module, export_error)}: "
-                f"torch.export says {_reason(export_error)}; torch.fx says {_reason(fx_error)}.",
-                what_to_do="Check that it runs on these inputs, and keep data-dependent control flow out of forward.",
-            ) from export_error
+            raise cannot_trace(module, export_error, fx_error) from export_error
     return _GraphBuilder(module, captured).build()
 
 
@@ -83,23 +78,6 @@ def _parameter_fqns(module: nn.Module) -> dict[int, tuple[str, ...]]:
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         fqns.setdefault(id(parameter), []).append(fqn)
     return {key: tuple(names) for key, names in fqns.items()}
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
-
-
-def _failing_module(module: nn.Module, error: BaseException) -> str:
-    """Return text that names the innermost submodule whose forward raised ``error``; "" if no forward did."""
-    names = module_names(module)
-    text, frame = "", error.__traceback__
-    while frame is not None:
-        owner = frame.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in names and frame.tb_frame.f_code.co_name == "forward":
-            text = f", in its module {names[owner] or '(root)'!r} ({type(owner).__name__})"
-        frame = frame.tb_next
-    return text
 
 
 @dataclass(slots=True)
@@ -348,14 +326,7 @@ class _GraphBuilder:
         try:
             return tuple(map(int, tensor.shape))
         except Exception as error:
-            fqn = self._captured.calls[self._open_calls[-1]].fqn
-            raise ModelError(
-                f"{op_target(target)} in {fqn or 'the root module'} returns as many elements as values say. A plan "
-                "needs shapes that do not depend on values.",
-                what_to_do="Write the module without nonzero, boolean indexing or sizes read from tensors: a mask and "
-                "torch.where give a fixed shape.",
-                module=fqn,
-            ) from error
+            raise shape_by_values(op_target(target), self._captured.calls[self._open_calls[-1]].fqn) from error
 
     def _read_output(self, node: torch.fx.Node) -> None:
         nodes = [leaf for leaf in pytree.tree_leaves(node.args, is_leaf=_is_node) if _is_node(leaf)]

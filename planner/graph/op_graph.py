@@ -158,7 +158,8 @@ def output_value(
     decisive = sources if written is None else [sources[written]]
     kind: ValueKind = "plain" if all(source.kind == "plain" for source in decisive) else "activation"
     differentiable = grad_enabled and any(source.requires_grad for source in sources)
-    requires_grad = differentiable and kind != "plain" and dtype.is_floating_point and "detach" not in str(target)
+    has_gradient = dtype.is_floating_point or dtype.is_complex
+    requires_grad = differentiable and kind != "plain" and has_gradient and "detach" not in str(target)
     return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=requires_grad)
 
 

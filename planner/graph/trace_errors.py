@@ -1,0 +1,57 @@
+"""The errors of a module that cannot be traced."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.errors import ModelError
+from planner.graph.capture import module_names
+
+
+def cannot_trace(module: nn.Module, export_error: Exception, fx_error: Exception) -> ModelError:
+    """Return the error for a module that neither torch.export nor torch.fx captures; it names the submodule."""
+    return ModelError(
+        f"cannot trace {type(module).__name__}{_failing_module(module, export_error)}: "
+        f"torch.export says {_reason(export_error)}; torch.fx says {_reason(fx_error)}.",
+        what_to_do=_what_to_do(module, export_error),
+    )
+
+
+def shape_by_values(op: Any, fqn: str) -> ModelError:
+    """Return the error for an op, in the module ``fqn``, whose result has a shape that depends on values."""
+    return ModelError(
+        f"{op} in {fqn or 'the root module'} returns as many elements as values say. A plan needs shapes that do not "
+        "depend on values.",
+        what_to_do="Write the module without nonzero, boolean indexing or sizes read from tensors: a mask and "
+        "torch.where give a fixed shape.",
+        module=fqn,
+    )
+
+
+def _what_to_do(module: nn.Module, error: Exception) -> str:
+    """Return how to make ``module`` traceable, after ``error`` of torch.export."""
+    is_cast = any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
+    if is_cast and re.search(r"dtype|scalar type|should be the same|view_as_complex", str(error)):
+        return "Its buffers and constants keep their dtype: cast them in forward, or plan with dtype='fp32'."
+    return "Check that it runs on these inputs, and keep data-dependent control flow out of forward."
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+
+
+def _failing_module(module: nn.Module, error: BaseException) -> str:
+    """Return text that names the innermost submodule whose forward raised ``error``; "" if no forward did."""
+    names = module_names(module)
+    text, frame = "", error.__traceback__
+    while frame is not None:
+        owner = frame.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names and frame.tb_frame.f_code.co_name == "forward":
+            text = f", in its module {names[owner] or '(root)'!r} ({type(owner).__name__})"
+        frame = frame.tb_next
+    return text
