@@ -254,7 +254,6 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),
-        _quiet(),
     ):
         program = torch.export.export(module, inputs.args, dict(inputs.kwargs), strict=False)
     return _captured_graph(program, markers)
@@ -265,23 +264,6 @@ def _without_code_generation() -> Iterator[None]:
     """Within this context, torch.export is a third faster: it generates no Python code and records no stack traces."""
     with _use_lazy_graph_module(True), mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True):
         yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Within this context, torch does not log the tracebacks of what it cannot trace: the error has the reason."""
-    loggers = [logging.getLogger(name) for name in _TRACEBACKS]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-_TRACEBACKS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def _captured_graph(program: torch.export.ExportedProgram, markers: _BoundaryMarkers) -> CapturedGraph:
@@ -369,14 +351,21 @@ def op_target(target: Any) -> Any:
     return NestedGraph(inputs=inputs, ops=tuple(ops), outputs=refer(target.graph.output_node().args[0]))
 
 
+_LOGGED = {
+    "torch._export": logging.ERROR,
+    "torch._subclasses.fake_tensor": logging.CRITICAL,
+    "torch.fx.experimental.symbolic_shapes": logging.ERROR,
+}
+
+
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Within this context, torch.export logs errors only: its warnings concern models that are captured anyway."""
+    """Within this context, torch logs no warnings of models that are captured anyway, and no tracebacks."""
     with ExitStack() as stack:
-        logger = logging.getLogger("torch._export")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        stack.callback(logger.setLevel, level)
+        for name, least in _LOGGED.items():
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(least)
         stack.enter_context(warnings.catch_warnings())
         # Recurrent layers keep their parameters in a list as well.
         warnings.filterwarnings("ignore", "The tensor attributes? .*_flat_weights", UserWarning)

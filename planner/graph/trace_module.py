@@ -238,19 +238,11 @@ def trace_at_batch(
 
 
 def _check_trainable(graph: OpGraph) -> None:
-    """Check that a training step of ``graph`` has a backward, without gradients that are sparse or complex.
+    """Check that a training step of ``graph`` has a backward, without gradients that are sparse tensors.
 
     Raises:
-        ModelError: it has none, or has such gradients.
+        ModelError: it has none, or a lookup gives sparse gradients.
     """
-    complex_ops = {(op.target_name, graph.calls[op.call].fqn): None for op in graph.ops if _is_complex(graph, op)}
-    if complex_ops:
-        named = ", ".join(f"{name} in {fqn or 'the root module'}" for name, fqn in complex_ops)
-        raise ModelError(
-            f"{named}: the gradients are complex numbers, on which DTensor runs no backward.",
-            what_to_do="Write it with real numbers: a rotation, for example, with cosines and sines.",
-            module=next(iter(complex_ops))[1],
-        )
     if not any(output.is_loss or output.is_result for output in graph.outputs):
         raise ModelError(
             "nothing that the forward returns needs a gradient, so that there is no backward to train with.",
@@ -271,12 +263,6 @@ def _gives_sparse_gradients(op: Op) -> bool:
         return False
     names = [argument.name for argument in op.target._schema.arguments]
     return bool({**dict(zip(names, op.args, strict=False)), **op.kwargs}.get("sparse", False))
-
-
-def _is_complex(graph: OpGraph, op: Op) -> bool:
-    """Return whether ``op`` makes complex numbers through which a gradient passes."""
-    made = [graph.values[name] for name in op.outputs]
-    return any(value.dtype.is_complex and value.requires_grad for value in made)
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:

@@ -188,6 +188,19 @@ class Masked(nn.Module):
         return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
 
+class Complex(nn.Module):
+    """Mixes by a Fourier transform, and turns in the complex plane, with gradients through complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.first(x).unflatten(-1, (8, 2))) * (1 + 2j)
+        mixed = torch.fft.fft(torch.view_as_real(turned).flatten(-2), dim=1).real
+        return self.last(mixed)
+
+
 class Gaussian(nn.Module):
     """Samples nothing, but has a distribution, which checks its arguments."""
 
@@ -248,6 +261,7 @@ MODULES: dict[str, Callable[[], Made]] = {
         Masked(),
         (torch.randint(3, 32, (BATCH, 6)), _padded(6), torch.randint(3, 32, (BATCH, 4))),
     ),
+    "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }
