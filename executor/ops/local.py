@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, sharded_dim
 from executor.redistribute import Redistributor, contiguous_stride
+from executor.torch_internals.dtensor import run_function
 from executor.torch_internals.random import random_region
 from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
 
@@ -56,7 +57,8 @@ def run_local(
                 return NotImplemented
         outputs_on.append(outputs)
     local = {
-        position: tensor.to_local(grad_placements=_gradient(tensor, split_on)) for position, tensor in dtensors.items()
+        position: run_function(_ContiguousGradient, tensor.to_local(grad_placements=_gradient(tensor, split_on)))
+        for position, tensor in dtensors.items()
     }
     first = next(iter(dtensors.values()))
     with nullcontext() if first.is_meta else random_region(first.placements):
@@ -71,6 +73,18 @@ def run_local(
         else:
             wrapped.append(result)
     return pytree.tree_unflatten(wrapped, result_structure)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity; its gradient is contiguous, as DTensor takes it to be. That of a mean, for one, is expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
 
 
 def _place(dim: int | None) -> Placement:

@@ -230,6 +230,9 @@ def _convolutions() -> nn.Module:
         nn.ReLU(),
         nn.AvgPool2d(2),
         nn.ConvTranspose2d(8, 4, 4, stride=2, output_padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
 
 
