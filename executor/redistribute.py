@@ -135,6 +135,26 @@ class Redistributor:
             return tensor
         return DTensor.from_local(tensor, self.device_mesh, self.replicated, run_check=False)
 
+    def of_pieces(self, local: torch.Tensor, layout: Layout) -> DTensor:
+        """Return the DTensor in ``layout`` whose even piece on this rank is ``local``, in autograd.
+
+        Its gradient arrives in ``layout``, replicated where that is partial.
+        """
+        shape = list(local.shape)
+        for axis, place in enumerate(layout):
+            dim = sharded_dim(place)
+            if dim is not None:
+                shape[dim] *= self._mesh_shape[axis]
+        return DTensor.from_local(
+            local.contiguous(),
+            self.device_mesh,
+            layout,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
+            grad_placements=conjugate(layout),
+        )
+
     def is_uneven(self, tensor: DTensor, layout: Layout | None = None) -> bool:
         """Return whether ``tensor`` has uneven shards, in its own layout or in ``layout``, and this mesh may run it."""
         if not self._runs_uneven:

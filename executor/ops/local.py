@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, sharded_dim
-from executor.redistribute import Redistributor, contiguous_stride
+from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import run_function
 from executor.torch_internals.random import random_region
 from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
@@ -68,7 +68,7 @@ def run_local(
     for result in results:
         if isinstance(result, torch.Tensor):
             layout = tuple(_place(None if outputs is None else outputs[index]) for outputs in outputs_on)
-            wrapped.append(_as_dtensor(redistributor, result, layout))
+            wrapped.append(redistributor.of_pieces(result, layout))
             index += 1
         else:
             wrapped.append(result)
@@ -96,23 +96,6 @@ def _gradient(tensor: DTensor, split_on: list[Dims]) -> Layout:
     return tuple(
         Partial() if place.is_replicate() and any(dim is not None for dim in dims) else place
         for place, dims in zip(tensor.placements, split_on, strict=True)
-    )
-
-
-def _as_dtensor(redistributor: Redistributor, local: torch.Tensor, layout: Layout) -> DTensor:
-    shape = list(local.shape)
-    for axis, place in enumerate(layout):
-        dim = sharded_dim(place)
-        if dim is not None:
-            shape[dim] *= redistributor.axis_size(axis)
-    return DTensor.from_local(
-        local.contiguous(),
-        redistributor.device_mesh,
-        layout,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=contiguous_stride(tuple(shape)),
-        grad_placements=layout,
     )
 
 

@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from cost_model.layouts.layout import Layout
-from executor.redistribute import Redistributor, conjugate, contiguous_stride
+from executor.redistribute import Redistributor, conjugate
 
 
 def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return the own op of ``torch.sum`` or ``torch.mean``, or of the method; NotImplemented for some dims
-    only, and for a tensor that is whole."""
+    """Return the own op of ``torch.sum`` or ``torch.mean``, or of the method.
+
+    The result is NotImplemented for a sum over some dims, and for a tensor that is whole.
+    """
     is_mean = function.__name__ == "mean"
 
     def run(redistributor: Redistributor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -46,23 +48,26 @@ def loss(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         if call is None or call["input"].shape != call["target"].shape:
             return NotImplemented
         tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
-        rows = {name: value for name, value in tensors.items() if value.dim() == call["input"].dim()}
+        rows = {name: value for name, value in tensors.items() if value.shape == call["input"].shape}
+        weights = [value for name, value in tensors.items() if name not in rows]
         layout = _common_layout(redistributor, list(rows.values()))
-        if layout is None or not _are_whole(redistributor, [t for name, t in tensors.items() if name not in rows]):
+        if layout is None or not _are_whole(redistributor, weights):
             return NotImplemented
+        if weights and any(place.is_shard() and place != Shard(0) for place in layout):
+            return NotImplemented
+        if any(value.dim() == call["input"].dim() and len(value) > 1 for value in weights):
+            return NotImplemented  # weights of the samples, which are split as well
         local = {
             name: _local(redistributor, value, layout if name in rows else redistributor.replicated)
             for name, value in tensors.items()
         }
         result = function(**{**call, **local})
         if call["reduction"] == "none":
-            return _as_split(redistributor, result, layout, tuple(call["input"].shape))
+            return redistributor.of_pieces(result, layout)
         if call["reduction"] == "mean":
             result = result / _pieces(redistributor, layout)
         elif call["reduction"] == "batchmean":
-            result = result / math.prod(
-                redistributor.axis_size(axis) for axis, place in enumerate(layout) if place == Shard(0)
-            )
+            result = result / _pieces(redistributor, layout, dim=0)
         return _reduced(redistributor, result, layout)
 
     return run
@@ -80,7 +85,7 @@ def loss_of_classes(
         return NotImplemented
     logits, target, weight = call["input"], call["target"], call["weight"]
     layout = _common_layout(redistributor, [logits, target])
-    if layout is None or any(place.is_shard() and place != Shard(0) for place in layout):
+    if layout is None or logits.dim() < 2 or any(place.is_shard() and place != Shard(0) for place in layout):
         return NotImplemented
     if weight is not None and not _are_whole(redistributor, [weight]):
         return NotImplemented
@@ -89,7 +94,7 @@ def loss_of_classes(
         local["weight"] = _local(redistributor, weight, redistributor.replicated)
     rows = function(**{**call, **local, "reduction": "none"})
     if call["reduction"] == "none":
-        return _as_split(redistributor, rows, layout, (logits.shape[0], *rows.shape[1:]))
+        return redistributor.of_pieces(rows, layout)
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     totals = torch.stack([rows.sum(dtype=dtype), _weights(call, local).to(dtype)])
     loss_sum, weights = _reduced(redistributor, totals, layout).unbind()
@@ -149,30 +154,16 @@ def _local(redistributor: Redistributor, tensor: torch.Tensor, layout: Layout) -
     return redistributor.to_layout(redistributor.as_dtensor(tensor), layout).to_local()
 
 
-def _pieces(redistributor: Redistributor, layout: Layout) -> int:
-    """Return the number of pieces that a tensor in ``layout`` has."""
-    return math.prod(redistributor.axis_size(axis) for axis, place in enumerate(layout) if place.is_shard())
+def _pieces(redistributor: Redistributor, layout: Layout, dim: int | None = None) -> int:
+    """Return the number of pieces of a tensor in ``layout``, along one dim or in all."""
+    splits = (axis for axis, place in enumerate(layout) if place.is_shard(dim))
+    return math.prod(map(redistributor.axis_size, splits))
 
 
 def _reduced(redistributor: Redistributor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Return the sum of ``local`` over all axes on which ``layout`` is not replicated."""
     pending = tuple(place if place.is_replicate() else Partial() for place in layout)
-    result = DTensor.from_local(
-        local, redistributor.device_mesh, pending, run_check=False, grad_placements=redistributor.replicated
-    )
-    return redistributor.redistribute(result, redistributor.replicated)
-
-
-def _as_split(redistributor: Redistributor, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
-    return DTensor.from_local(
-        local.contiguous(),
-        redistributor.device_mesh,
-        layout,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=contiguous_stride(shape),
-        grad_placements=layout,
-    )
+    return redistributor.redistribute(redistributor.of_pieces(local, pending), redistributor.replicated)
 
 
 LOSSES = (

@@ -32,7 +32,7 @@ from planner.graph.op_graph import (
     build_digraph,
     output_value,
 )
-from planner.graph.trace_errors import cannot_trace, shape_by_values
+from planner.graph.trace_errors import cannot_trace, shape_by_values, vectorized
 from planner.graph.unroll import unroll
 
 
@@ -230,6 +230,8 @@ class _GraphBuilder:
             self._open_calls = self._open_calls[: self._open_calls.index(call)] or [0]
 
     def _read_op(self, node: torch.fx.Node, target: Any) -> None:
+        if "functorch" in str(getattr(target, "__module__", "")):
+            raise vectorized(self._captured.calls[self._open_calls[-1]].fqn)
         result = node.meta.get("val")
         grad_enabled = self._grad_enabled
         args: tuple[Any, ...] = node.args

@@ -32,11 +32,29 @@ def shape_by_values(op: Any, fqn: str) -> ModelError:
     )
 
 
+def scripted(fqn: str) -> ModelError:
+    """Return the error for a module ``fqn`` in TorchScript."""
+    return ModelError(
+        f"{fqn or 'the root module'} is TorchScript, whose code cannot be traced.",
+        what_to_do="Give the module as it was before torch.jit.script or torch.jit.trace.",
+        module=fqn,
+    )
+
+
+def vectorized(fqn: str) -> ModelError:
+    """Return the error for a ``vmap`` in the module ``fqn``, whose ops cannot run one by one."""
+    return ModelError(
+        f"{fqn or 'the root module'} calls torch.vmap or torch.func, whose ops cannot be planned one by one.",
+        what_to_do="Write it with ops on whole batches.",
+        module=fqn,
+    )
+
+
 def _what_to_do(module: nn.Module, error: Exception) -> str:
     """Return how to make ``module`` traceable, after ``error`` of torch.export."""
     is_cast = any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
     if is_cast and re.search(r"dtype|scalar type|should be the same|view_as_complex", str(error)):
-        return "Its buffers and constants keep their dtype: cast them in forward, or plan with dtype='fp32'."
+        return "Plan with dtype='fp32', or cast in forward what keeps its own dtype, such as buffers and constants."
     return "Check that it runs on these inputs, and keep data-dependent control flow out of forward."
 
 

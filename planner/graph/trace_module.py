@@ -24,6 +24,7 @@ from planner.graph.example_inputs import (
 )
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Op, OpGraph, with_results
+from planner.graph.trace_errors import scripted
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
@@ -200,8 +201,11 @@ def trace_at_batch(
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
     Raises:
-        ModelError: the module cannot be traced, or has no projections to fuse.
+        ModelError: the module cannot be traced, is TorchScript in part, or has no projections to fuse.
     """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise scripted(name)
     if fused_projections:
         module = with_fused_projections(module)
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")

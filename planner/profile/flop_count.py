@@ -40,7 +40,7 @@ class FlopCount(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._overloadpacket in flop_registry:
             self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            if isinstance(out, torch.Tensor) and not torch._C._functorch.is_batchedtensor(out):  # in a vmap: no storage
+            if isinstance(out, torch.Tensor):
                 storage = out.untyped_storage()
                 self._result_nbytes[storage._cdata] = storage.nbytes()
                 self._alive.append(out)

@@ -129,7 +129,7 @@ def _pads_unevenly(op: Op, weight: Value) -> bool:
     return any(step * (length - 1) % 2 for step, length in zip(spacing, weight.shape[2:], strict=True))
 
 
-def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     if not is_shardable_cross_entropy(op, inputs):
         return reductions.reduction_rules(op, inputs)
 

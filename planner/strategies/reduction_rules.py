@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -43,13 +44,19 @@ NAMES = _TOTALS | _ELEMENTWISE | {"aten.nll_loss_nd.default"}
 _NONE = 0  # torch's number of the reduction "none"
 
 
-def reduction_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
-    """Return the rules of an op in `NAMES`, or of a cross entropy that splits its rows alone."""
+def reduction_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
+    """Return the rules of an op in `NAMES`, or of a cross entropy that splits its rows alone; None: all is plain."""
+    if all(value.kind == "plain" for value in inputs):
+        return None
     is_total = op.target_name in _TOTALS
-    splits = range(len(inputs[0].shape)) if op.target_name not in _OF_CLASSES else range(1)
-    smaller = [value for index, value in enumerate(inputs) if not _has_rows(op, inputs, index)]
-    if smaller:  # weights, which belong to the last dims, or to the classes
-        splits = range(0 if any(value.requires_grad for value in smaller) else min(1, len(inputs[0].shape)))
+    shape = inputs[0].shape
+    splits = range(len(shape))
+    if op.target_name in _OF_CLASSES:
+        splits = range(int(len(shape) > 1))  # of one dim, it is that of the classes
+    weights = [value for index, value in enumerate(inputs) if not _has_rows(op, inputs, index)]
+    if weights:  # of the last dims, or of the classes
+        is_split = not any(value.requires_grad or _has_batch(value.shape, shape) for value in weights)
+        splits = splits[:1] if is_split else range(0)
     rules = [_rule(op, inputs, R, R, R)]
     if is_total:
         rules += [_rule(op, inputs, R, Partial(), Partial()), _rule(op, inputs, Partial(), R, R)]
@@ -81,7 +88,12 @@ def _has_rows(op: Op, inputs: Sequence[Value], index: int) -> bool:
     """Return whether an input has a row for each row of the first: all but the weights of classes."""
     if op.target_name in _OF_CLASSES:
         return index < 2
-    return len(inputs[index].shape) == len(inputs[0].shape)
+    return inputs[index].shape == inputs[0].shape
+
+
+def _has_batch(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Return whether a tensor that broadcasts to the shape ``of`` has more than one row along its first dim."""
+    return len(shape) == len(of) and bool(of) and shape[0] > 1
 
 
 def _reduction(op: Op) -> int | None:
@@ -97,11 +109,12 @@ def reduction_collectives(
     op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
 ) -> tuple[InnerCollective, ...]:
     """Return the all-reduces of a number over each axis that splits the first input, or a partial one."""
-    layout = layouts[0]
+    layout = next((layout for layout in layouts if layout is not None), None)
     if layout is None or _reduction(op) == _NONE:
         return ()
     # The loss of classes is reduced together with the number, or the weight, of its rows.
-    itemsize = inputs[0].dtype.itemsize if inputs[0].dtype.is_floating_point else 8
+    dtype = op.kwargs.get("dtype") or (inputs[0].dtype if inputs[0].dtype.is_floating_point else torch.int64)
+    itemsize = dtype.itemsize
     nbytes = 2 * max(itemsize, 4) if op.target_name in _OF_CLASSES else itemsize
     return tuple(
         InnerCollective(kind="all_reduce", axis=axis, nbytes=nbytes)

@@ -64,7 +64,8 @@ def batch_norm(
             what_to_do="Shard weight and bias on dim 0 where the input is sharded on dim 1; replicate them elsewhere.",
         )
     first, length = split_offset(redistributor, x.shape[1], channels, 0)
-    shards = [value.narrow(0, first, length) for value in running]
+    # Of split channels copies: torch's kernel saves the statistics, and then the whole buffers are written.
+    shards = [value if length == len(value) else value.narrow(0, first, length).clone() for value in running]
     batch_axes = [
         axis
         for axis, place in enumerate(layout)

@@ -91,8 +91,10 @@ def reductions() -> Iterator[tuple[str, Call, Inputs]]:
         yield "sum", lambda x: x.sum() * x.mean(), ((x, layout),)
         yield "mean in another dtype", lambda x: torch.mean(x, dtype=torch.float64), ((x, layout),)
         yield "share", lambda x: (x.square() * (x > 0)).sum() / (x > 0).sum(), ((x, layout),)
+        yield "sum in another dtype", lambda x: (x > 0).sum(dtype=torch.float64) * x.sum(), ((x, layout),)
         yield "mean of rows", lambda x: x.mean(1), ((x, layout),)
         yield "error against a constant", lambda x: F.mse_loss(x, torch.ones(8, 4)), ((x, layout),)
+        yield "error of a constant", lambda x: F.mse_loss(torch.ones(8, 4), x), ((x, layout),)
     for x_layout, y_layout in layouts(*splits):
         inputs = ((x, x_layout), (y, y_layout))
         for how in ("mean", "sum", "none"):
@@ -108,7 +110,24 @@ def reductions() -> Iterator[tuple[str, Call, Inputs]]:
             lambda x, y: F.binary_cross_entropy_with_logits(x, y.detach(), pos_weight=torch.arange(1.0, 5.0)),
             inputs,
         )
+        for name, size in (("one class", (1, 4)), ("elements", (8, 4))):
+            yield (
+                f"bce with weights of {name}",
+                lambda x, y, size=size: F.binary_cross_entropy(x.sigmoid(), y.detach(), torch.full(size, 2.0)),
+                inputs,
+            )
         yield "probabilities of classes", lambda x, y: F.cross_entropy(x, y), inputs
+
+
+def batch_norms() -> Iterator[tuple[str, Call, Inputs]]:
+    """Normalized by statistics of the batch; the running statistics are whole on every rank."""
+    images, scale, shift = torch.randn(8, 4, 2, 2), torch.rand(4), torch.randn(4)
+    for x, w, b in layouts((R, R, R), (S0, R, R), (S1, S0, S0)):
+        yield (
+            "batch norm",
+            lambda x, w, b: F.batch_norm(x, torch.zeros(4), torch.ones(4), w, b, training=True),
+            ((images, x), (scale, w), (shift, b)),
+        )
 
 
 def losses_of_rows() -> Iterator[tuple[str, Call, Inputs]]:
@@ -137,7 +156,7 @@ def check() -> list[str]:
     redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
-    cases = (embeddings, convolutions, attentions, masks, losses, reductions, losses_of_rows)
+    cases = (embeddings, convolutions, attentions, masks, losses, reductions, losses_of_rows, batch_norms)
     for name, call, inputs in itertools.chain.from_iterable(make() for make in cases):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
         plain = [leaf(tensor) for tensor, _ in inputs]
