@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from executor.runtime.implicit_replication import hold_for_backward, implicit_replication
 from executor.runtime.random_state import RandomState
 from executor.runtime.shared_redistributions import SharedRedistributions
-from planner.model_rewrites.eager_masks import masks_as_traced, masks_without_vmap
+from planner.model_rewrites.eager_masks import masks_as_traced, masks_by_broadcasting
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.value_checks import without_value_checks
 from planner.plan.estimate import Phase
@@ -129,7 +129,7 @@ class RunContexts:
             stack.enter_context(attention_as_planned())
             stack.enter_context(without_value_checks())
             stack.enter_context(masks_as_traced())
-            stack.enter_context(masks_without_vmap())
+            stack.enter_context(masks_by_broadcasting())
             if self._device_type == "cpu":
                 # DTensor has no rule for the CPU's flash attention.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import SAME_TENSOR, Call, Ref
-from planner.model_rewrites.eager_masks import masks_without_vmap, unpacked_sequences
+from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
@@ -250,7 +250,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         unpacked_sequences(),
         attention_as_planned(),
         without_value_checks(),
-        masks_without_vmap(),
+        masks_by_broadcasting(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),

@@ -6,7 +6,8 @@ inspect values, so it builds a full ``[batch, 1, seq, seq]`` mask. That graph ha
 
 In a sharded run, a look at the values of a mask would be a collective that no plan has, and a wait for the GPU.
 
-Masks of some models, as those of images and text, are made in a ``vmap``, whose ops cannot run by themselves.
+Masks of some models, as those of images and text, are made in a ``vmap``, whose ops cannot run by themselves. A mask
+of padding is made by indices of samples, which cannot be split.
 """
 
 from __future__ import annotations
@@ -66,19 +67,42 @@ def masks_as_traced() -> Iterator[None]:
 
 
 @contextmanager
-def masks_without_vmap() -> Iterator[None]:
-    """Within this context, transformers makes all masks by broadcasting, as it makes most of them."""
+def masks_by_broadcasting() -> Iterator[None]:
+    """Within this context, transformers makes all masks by broadcasting, so that they can be split by samples."""
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None:
         yield
         return
 
-    def broadcast(mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def without_vmap(mask_function: _MaskFunction) -> Callable[..., torch.Tensor]:
         def of_indices(*indices: torch.Tensor) -> torch.Tensor:
             mask = mask_function(*masking._non_vmap_expansion_sdpa(*indices))
             return mask.expand([len(index) for index in indices])
 
         return of_indices
 
-    with mock.patch.object(masking, "_vmap_expansion_sdpa", broadcast):
+    with (
+        mock.patch.object(masking, "_vmap_expansion_sdpa", without_vmap),
+        mock.patch.object(masking, "padding_mask_function", _padding_by_view(masking.padding_mask_function)),
+    ):
         yield
+
+
+_MaskFunction = Callable[..., torch.Tensor]
+"""(sample, head, query, key), all indices -> whether the query sees the key."""
+
+
+def _padding_by_view(by_index: Callable[[torch.Tensor], _MaskFunction]) -> Callable[[torch.Tensor], _MaskFunction]:
+    """Return ``by_index``, which indexes a mask [samples, keys], with a view of the mask where that is the same."""
+
+    def of_mask(padding_mask: torch.Tensor) -> _MaskFunction:
+        def mask_function(
+            sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        ) -> torch.Tensor:
+            # The mask has all keys up to the last that is asked for: asked for as many as it has, it is the whole mask.
+            is_whole = key.dim() == 4 and (len(sample), key.shape[-1]) == tuple(padding_mask.shape)
+            return padding_mask[:, None, None, :] if is_whole else by_index(padding_mask)(sample, head, query, key)
+
+        return mask_function
+
+    return of_mask

@@ -247,6 +247,7 @@ class Vectorized(nn.Module):
         (lambda: torch.jit.script(nn.Linear(4, 4)), "1 is TorchScript"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_cannot_be_taken_apart_is_refused_by_name(part: Callable[[], nn.Module], said: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), part())
     with pytest.raises(ModelError, match=said) as caught:
