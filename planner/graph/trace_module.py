@@ -25,6 +25,7 @@ from planner.graph.example_inputs import (
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Op, OpGraph, with_results
 from planner.graph.trace_errors import scripted
+from planner.model_rewrites.cache_argument import without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
@@ -213,6 +214,8 @@ def trace_at_batch(
         fuse_ops(copy, TRACED_OPS)
     samples = batch_size_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
+    if phase == "training":
+        inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
     with quiet_export():
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 BATCH = 8
 
@@ -188,6 +188,19 @@ class Masked(nn.Module):
         return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
 
+class Causal(nn.Module):
+    """A decoder of transformers, called as in most loops: with a mask, and without a word on its cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, labels=ids).loss
+
+
 class Complex(nn.Module):
     """Mixes by a Fourier transform, and turns in the complex plane, with gradients through complex numbers."""
 
@@ -264,6 +277,7 @@ MODULES: dict[str, Callable[[], Made]] = {
         Masked(),
         (torch.randint(3, 32, (BATCH, 6)), _padded(6), torch.randint(3, 32, (BATCH, 4))),
     ),
+    "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from executor.redistribute import Redistributor
@@ -16,6 +17,7 @@ from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import RunContexts
 from executor.runtime.whole_batches import BatchForm
 from planner.errors import PlanMismatchError
+from planner.model_rewrites.cache_argument import without_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ def root_of(module: nn.Module) -> tuple[nn.Module, ShardedRoot]:
 
 
 class _DirectForward:
-    """The root's forward; where it is called without the module's hooks, as peft does, it calls the module."""
+    """The root's forward, without a cache in training; called without the module's hooks, as by peft, it runs them."""
 
     def __init__(self, module: nn.Module, contexts: RunContexts) -> None:
         self._module = weakref.ref(module)
@@ -80,10 +82,12 @@ class _DirectForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        if self._contexts.is_running:
-            return self._forward(*args, **kwargs)
         module = self._module()
         assert module is not None
+        if self._contexts.is_running:
+            if module.training and torch.is_grad_enabled():
+                kwargs = {**without_cache(self._forward, args, kwargs)}
+            return self._forward(*args, **kwargs)
         return module(*args, **kwargs)
 
 
