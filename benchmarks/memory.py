@@ -90,7 +90,7 @@ class Outcome:
 
 
 class StepTracker(MemTracker):
-    """MemTracker that keeps no gradients alive, and accepts modules whose parameters are casts.
+    """MemTracker that keeps no gradients alive, and accepts modules whose parameters are casts or frozen.
 
     torch's MemTracker keeps the gradients of a module's inputs alive until all of them exist. It also hooks parameters,
     which fails for casts, since they are no leaves.
@@ -108,7 +108,7 @@ class StepTracker(MemTracker):
         self._patched.stop()
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
-        hookable = all(parameter.is_leaf for parameter in module.parameters())
+        hookable = all(parameter.is_leaf and parameter.requires_grad for parameter in module.parameters())
         return super()._track_module_params_and_buffers(module, install_grad_hooks and hookable)
 
 

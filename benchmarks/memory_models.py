@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import nn
@@ -58,8 +59,28 @@ def _hf(model: str, config: str, **fields: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def _with_adapters(targets: str | list[str]) -> Callable[[], nn.Module]:
+    """Return a constructor of a frozen Llama with LoRA adapters at the linear layers ``targets``."""
+
+    def make() -> nn.Module:
+        base = _hf("LlamaForCausalLM", "LlamaConfig", **_GROUPED)()
+        adapters = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+        built: nn.Module = peft.get_peft_model(base, adapters)
+        return built
+
+    return make
+
+
 CASES = {
     "llama": Case(make=_hf("LlamaForCausalLM", "LlamaConfig", **_GROUPED), takes="causal"),
+    "lora": Case(
+        make=_with_adapters("all-linear"), takes="causal", tp_plan={"base_model.model.lm_head": "colwise_rep"}
+    ),
+    "lora-qv": Case(
+        make=_with_adapters(["q_proj", "v_proj"]),
+        takes="causal",
+        tp_plan=_styles("base_model.model.model.layers.*", "mlp.gate_proj mlp.up_proj", "mlp.down_proj"),
+    ),
     "mistral": Case(make=_hf("MistralForCausalLM", "MistralConfig", **_GROUPED), takes="causal"),
     "qwen2": Case(make=_hf("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED), takes="causal"),
     "qwen3": Case(make=_hf("Qwen3ForCausalLM", "Qwen3Config", **_GROUPED), takes="causal"),

@@ -41,6 +41,7 @@ from executor.runtime.root.eager_only import keep_eager
 from executor.runtime.root.root_arguments import attach_root_arguments
 from executor.runtime.root.save_pretrained import refuse_save_pretrained
 from executor.runtime.root.sharded_root import ShardedRoot, remember_root
+from executor.runtime.root.unfrozen_parameters import refuse_unfrozen
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
@@ -162,10 +163,15 @@ def _shard(
     on_meta: bool = False,
 ) -> nn.Module:
     plan, job = resolved.plan, resolved.plan.job
-    # Inference updates no parameter, so it needs no copy in a wider dtype.
-    stored_dtype = None if job.phase == "training" else resolved.compute_dtype
     from_source = agreed.values_from_source
-    place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype, values_from_source=from_source)
+    narrowed = place_parameters(
+        resolved,
+        src_data_rank=src_data_rank,
+        dtype=None if job.phase == "training" else resolved.compute_dtype,
+        # What is not updated needs no copy in a wider dtype.
+        frozen_dtype=resolved.compute_dtype,
+        values_from_source=from_source,
+    )
     if not on_meta:
         mesh = resolved.device_mesh
         place_buffers(module, mesh, src_data_rank, outside=replacements, values_from_source=from_source)
@@ -219,6 +225,7 @@ def _shard(
     contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
     attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     refuse_save_pretrained(module)
+    refuse_unfrozen(module, narrowed)
     remember_root(module, ShardedRoot(form=form, redistributor=redistributor, reduction=reduction), contexts)
     refuse_plain_parameters(module)
     if not on_meta:

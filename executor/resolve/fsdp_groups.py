@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class FsdpParameter:
         stored: layout between steps.
         compute: layout at use: ``stored``, but replicated on the axes of the group.
         accumulated: layout in which every backward leaves the gradient: ``stored``, but ``P(sum)`` on each axis outside
-            the group on which the gradient is reduced only once a step.
+            the group on which the gradient is reduced only once a step. ``stored`` for a frozen parameter.
         dim: dim of the tensor that ``stored`` shards on the axes of the group.
     """
 
@@ -88,7 +89,7 @@ def resolve_fsdp_groups(
         UnmatchedKeyError: a parameter that does not exist.
         KeyConflictError: a parameter in two groups, or tied to a name outside its group; a module inside a checkpointed
             block.
-        PlanKeyError: a module that is never called, a parameter without gradient, or two dtypes in one group.
+        PlanKeyError: a module that is never called, or two dtypes in one group.
         PlanLayoutError: layouts that ``fully_shard`` does not support.
     """
     resolver = _GroupResolver(module, layouts, mesh, checkpointed)
@@ -164,8 +165,8 @@ class _GroupResolver:
                 )
 
     def _check_dtypes(self, fqn: str, members: Iterable[nn.Parameter]) -> None:
-        first, *others = members
-        for other in others:
+        trained = [parameter for parameter in members if parameter.requires_grad]
+        for first, other in itertools.pairwise(trained):
             if other.dtype != first.dtype:
                 names = [f"{self._names[parameter][0]!r} ({parameter.dtype})" for parameter in (first, other)]
                 raise PlanKeyError(
@@ -200,18 +201,11 @@ class _GroupResolver:
 
     def _member(self, path: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], FsdpParameter]:
         """Return the axes over which a parameter is all-gathered, and the parameter as a member of its group."""
-        if not parameter.requires_grad:
-            raise PlanKeyError(
-                f"fully_shard gathers {path!r}, which needs no gradient.",
-                field=_FIELD,
-                key=path,
-                what_to_do="Leave frozen parameters out of fully_shard.",
-            )
         layouts = self._layouts.get(path)
         if layouts is None:
             raise _wrong_layout(path, "has no stored layout")
         axes, dim = self._axes_and_dim(path, layouts.stored, layouts.compute)
-        accumulated = layouts.gradient or ()
+        accumulated = layouts.gradient or (() if parameter.requires_grad else layouts.stored)
         if not _is_left_by_reduce_scatter(accumulated, layouts.stored, axes):
             text = ", ".join(format_layout(layouts.stored))
             raise _wrong_layout(

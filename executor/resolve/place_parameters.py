@@ -19,9 +19,12 @@ def place_parameters(
     *,
     src_data_rank: int | None = 0,
     dtype: torch.dtype | None = None,
+    frozen_dtype: torch.dtype | None = None,
     values_from_source: bool = False,
-) -> None:
+) -> frozenset[nn.Parameter]:
     """Replace every parameter of ``resolved`` by a DTensor in its stored layout; tied parameters stay tied.
+
+    Returns the frozen parameters that are in another dtype now.
 
     Parameters on the meta device stay there, unless the source rank has values for them. All ranks of the mesh call
     this function.
@@ -30,7 +33,8 @@ def place_parameters(
         resolved: the resolved plan; its parameters are still plain.
         src_data_rank: index along each axis of the rank whose values are used. None: each rank slices its own values,
             without communication; then all ranks must hold the same values.
-        dtype: stored dtype of floating-point parameters; None: their own dtype.
+        dtype: stored dtype of trained floating-point parameters; None: their own dtype.
+        frozen_dtype: that of frozen ones.
         values_from_source: whether the source rank has values for all parameters, and other ranks may be on meta.
     """
     placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -41,8 +45,11 @@ def place_parameters(
             continue
         if parameter not in placed:
             values = _with_storage(parameter, resolved.device_mesh) if values_from_source else parameter.detach()
-            placed[parameter] = _placed(parameter, values, resolved.device_mesh, layouts.stored, src_data_rank, dtype)
+            stored_dtype = dtype if parameter.requires_grad else frozen_dtype
+            mesh, layout = resolved.device_mesh, layouts.stored
+            placed[parameter] = _placed(parameter, values, mesh, layout, src_data_rank, stored_dtype)
         layouts.owner.register_parameter(layouts.attribute, placed[parameter])
+    return frozenset(own for given, own in placed.items() if not own.requires_grad and own.dtype != given.dtype)
 
 
 def _placed(

@@ -22,16 +22,16 @@ from planner.ilp.shared_charges import SharedChargeCollector
 from planner.liveness.parameter_classes import FsdpGroup, ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.reshard import ReshardAfter
-from planner.pricing.fsdp_group_costs import FsdpGroupPricer
+from planner.pricing.fsdp_group_costs import FsdpGroupPricer, GroupSizes
 from planner.pricing.port_layouts import PortLayouts
-from planner.pricing.price import Price, add_prices
+from planner.pricing.price import FREE, Price, add_prices
 from planner.pricing.storage_options import StorageOption, fsdp_axis_groups
 
 _APART = -1
 """Port of a storage option without an FSDP group, on the edge to the node of the axes."""
 
-Size = tuple[tuple[int, ...], int]
-"""(mesh axes that a block all-gathers over, elements of the all-gather's result on one device)."""
+Size = tuple[tuple[int, ...], GroupSizes]
+"""(mesh axes that a block all-gathers over, elements on one device)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class FsdpGroupChoice:
     Attributes:
         block: the kind of block.
         axes: indices of the mesh axes, which act as one, that the group is all-gathered over.
-        numel: elements of the all-gather's result on one device.
+        sizes: elements on one device.
         reshard_after: when the group reshards.
     """
 
     block: FsdpGroup
     axes: tuple[int, ...]
-    numel: int
+    sizes: GroupSizes
     reshard_after: ReshardAfter
 
 
@@ -102,17 +102,23 @@ class FsdpVariables:
         """
         edges = list(self._axes_edges(parameters, stored, axes_node))
         for number, block in enumerate(self._structure.fsdp_groups):
-            members: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
+            gathered: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
+            reduced: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
             for position in block.parameter_counts:
                 sizes = self._sizes(block, position, stored[position])
                 if any(sizes):
                     for size in dict.fromkeys(size for size in sizes if size is not None):
                         for way in range(len(self._pricer.reshard_options)):
-                            members[size[0], way].append((first + len(edges), _number(sizes, size), way))
+                            pair = first + len(edges), _number(sizes, size), way
+                            gathered[size[0], way].append(pair)
+                            if size[1].reduced:
+                                reduced[size[0], way].append(pair)
                     edges.append(self._reshard_edge(block, sizes, parameters + position, axes_node + 1 + number))
-            for (axes, way), pairs in members.items():
-                latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.reshard_options[way])
-                charges.add(tuple(pairs), latency.charge)
+            ways, itemsize = self._pricer.reshard_options, self._itemsize(block)
+            for (axes, way), pairs in gathered.items():
+                charges.add(tuple(pairs), self._pricer.gather_latency(block, axes, itemsize, ways[way]).charge)
+            for (axes, way), pairs in reduced.items():
+                charges.add(tuple(pairs), self._pricer.reduce_latency(block, axes, ways[way]).charge)
         return edges
 
     def _axes_edges(
@@ -135,12 +141,15 @@ class FsdpVariables:
         """Return, for each storage option of a parameter class, the `Size` that a block all-gathers; None: no group."""
         value = self._value(self._structure.parameters[position])
         numel = block.parameter_counts[position] * (value.nbytes // value.dtype.itemsize)
-        return [
-            None
-            if (axes := choice.fsdp_axes) is None
-            else (axes, numel * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh))
-            for choice in choices
-        ]
+
+        def size(choice: StorageOption) -> Size | None:
+            axes = choice.fsdp_axes
+            if axes is None:
+                return None
+            gathered = numel * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh)
+            return axes, GroupSizes(gathered=gathered, reduced=gathered if value.requires_grad else 0)
+
+        return [size(choice) for choice in choices]
 
     def _reshard_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
         """Return the edge from a parameter class to a kind's `ReshardAfter`; its pairs pay for bandwidth and memory."""
@@ -193,17 +202,21 @@ class FsdpVariables:
                 if size is not None
             ]
             if sizes:
-                numel = sum(numel for _, numel in sizes)
+                whole = GroupSizes(
+                    gathered=sum(size.gathered for _, size in sizes), reduced=sum(size.reduced for _, size in sizes)
+                )
                 reshard_after = by_kind.get(block.kind, ReshardAfter.FORWARD)
-                yield FsdpGroupChoice(block=block, axes=sizes[0][0], numel=numel, reshard_after=reshard_after)
+                yield FsdpGroupChoice(block=block, axes=sizes[0][0], sizes=whole, reshard_after=reshard_after)
 
     def price(self, gather: FsdpGroupChoice) -> Price:
         """Return the price of all-gathers and reductions of all FSDP groups of a kind, with the collectives."""
         block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
+        reduces = bool(gather.sizes.reduced)
         return add_prices([
-            self._pricer.latency(block, axes, itemsize, gather.reshard_after),
-            self._pricer.bandwidth(block, axes, gather.numel, itemsize, gather.reshard_after),
-            self._pricer.collectives(block, axes, gather.numel, itemsize, gather.reshard_after),
+            self._pricer.gather_latency(block, axes, itemsize, gather.reshard_after),
+            self._pricer.reduce_latency(block, axes, gather.reshard_after) if reduces else FREE,
+            self._pricer.bandwidth(block, axes, gather.sizes, itemsize, gather.reshard_after),
+            self._pricer.collectives(block, axes, gather.sizes, itemsize, gather.reshard_after),
         ])  # fmt: skip
 
     def _value(self, parameter: ParameterClass) -> Value:

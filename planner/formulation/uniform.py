@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from planner.formulation.decision import Decision
@@ -27,10 +27,9 @@ def with_uniform_storage(
         decision: the decision to change.
         accepts: whether a changed decision is allowed, by its step time and memory.
     """
-    common = _most_common(formulator, structure, decision)
-    if common is None:
-        return decision
-    for position in range(len(structure.parameters)):
+    most_common = _most_common(formulator, structure, decision)
+    for position, parameter in enumerate(structure.parameters):
+        common = most_common.get(formulator.value_of(parameter).requires_grad, decision.stored[position])
         if decision.stored[position] == common or not _possible(formulator, structure, decision, position, common):
             continue
         stored = (*decision.stored[:position], common, *decision.stored[position + 1 :])
@@ -40,13 +39,14 @@ def with_uniform_storage(
     return decision
 
 
-def _most_common(formulator: Formulator, structure: Structure, decision: Decision) -> StorageOption | None:
-    """Return the storage option of most bytes of parameters in FSDP groups; None: there is no group."""
-    nbytes: Counter[StorageOption] = Counter()
+def _most_common(formulator: Formulator, structure: Structure, decision: Decision) -> dict[bool, StorageOption]:
+    """Return the storage options of most bytes of trained (True) and of frozen parameters in FSDP groups."""
+    nbytes: dict[bool, Counter[StorageOption]] = defaultdict(Counter)
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
+        value = formulator.value_of(parameter)
         if choice.fsdp_axes is not None:
-            nbytes[choice] += formulator.value_of(parameter).nbytes * len(parameter.values)
-    return nbytes.most_common(1)[0][0] if nbytes else None
+            nbytes[value.requires_grad][choice] += value.nbytes * len(parameter.values)
+    return {trained: counter.most_common(1)[0][0] for trained, counter in nbytes.items()}
 
 
 def _possible(

@@ -69,6 +69,7 @@ class FsdpGroup:
         blocks: FQNs of all blocks of the kind.
         parameter_counts: index of a parameter class -> how many of its parameters are in one block.
         numel: unsharded elements of these parameters, in one block.
+        trained_numel: those of them that are trained, whose gradients are reduced.
         is_first: whether it is the first kind in the model.
         chunk_heads: how many blocks of the kind begin a chunk of the model, other than the first chunk.
         unsharded: at candidates inside such blocks, number of blocks with unsharded parameters: the block itself, and
@@ -84,6 +85,7 @@ class FsdpGroup:
     blocks: tuple[str, ...]
     parameter_counts: Mapping[int, int]
     numel: int
+    trained_numel: int
     is_first: bool
     chunk_heads: int
     unsharded: Lifetime
@@ -209,24 +211,29 @@ def find_fsdp_groups(
 ) -> tuple[FsdpGroup, ...]:
     """Return the kinds of blocks that can have FSDP groups.
 
-    A group's parameters are trained, and used once, inside their block.
+    A group's parameters are used once, inside their block. Blocks without a backward have none: ``fully_shard`` would
+    not free their parameters before the step ends.
     """
+    graph = regions.graph
     home: dict[str, str] = {}
     contents: dict[str, list[int]] = defaultdict(list)
+    differentiable: set[str] = set()
     for region in regions.regions:
         block = blocks.of_region.get(region.index)
         if block is None:
             continue
         contents[block].append(regions.class_of[region.index])
+        if any(graph.values[name].requires_grad for item in region.ops for name in item.op.outputs):
+            differentiable.add(block)
         for slot in region.slots:
             if slot.origin == "parameter" and slot.parameter is not None and slot.parameter.startswith(block + "."):
                 home[slot.value.name] = block
     counts_by_block: dict[str, Counter[int]] = defaultdict(Counter)
     for index, parameter in enumerate(parameters):
-        values = [regions.graph.values[name] for name in parameter.values]
-        if not parameter.is_used_again and all(value.requires_grad and value.name in home for value in values):
-            for value in values:
-                counts_by_block[home[value.name]][index] += 1
+        blocks_of = [home.get(name, "") for name in parameter.values]
+        if not parameter.is_used_again and differentiable.issuperset(blocks_of):
+            for block in blocks_of:
+                counts_by_block[block][index] += 1
     groups: list[FsdpGroup] = []
     in_order = sorted(counts_by_block, key=lambda block: timeline.starts[block])
     last = in_order[-1] if in_order else ""
@@ -235,10 +242,7 @@ def find_fsdp_groups(
     leading -= set(in_order[:1])
     for block in blocks.representatives:
         if block in counts_by_block:
-            numel = sum(
-                n * (v := regions.graph.values[parameters[index].values[0]]).nbytes // v.dtype.itemsize
-                for index, n in counts_by_block[block].items()
-            )
+            members = [(graph.values[parameters[index].values[0]], n) for index, n in counts_by_block[block].items()]
             alike = [b for b in counts_by_block if sorted(contents[b]) == sorted(contents[block])]
             ends = [min(timeline.starts[b] for b in counts_by_block), max(timeline.starts[b] for b in counts_by_block)]
             inside = {
@@ -251,7 +255,10 @@ def find_fsdp_groups(
                     kind=block,
                     blocks=tuple(alike),
                     parameter_counts=dict(counts_by_block[block]),
-                    numel=numel,
+                    numel=sum(n * value.nbytes // value.dtype.itemsize for value, n in members),
+                    trained_numel=sum(
+                        n * value.nbytes // value.dtype.itemsize for value, n in members if value.requires_grad
+                    ),
                     is_first=not groups,
                     chunk_heads=len(leading.intersection(alike)),
                     unsharded=Lifetime.of({name: whole for name, (whole, _) in inside.items()}),
@@ -281,9 +288,10 @@ def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGrap
     """Return, at candidates inside each block, the fraction of its gradients' bytes that later ops have computed."""
     shares: dict[Quantity, float] = {}
     for block in blocks:
-        sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
+        values = [regions.graph.values[name] for name in home if home[name] == block]
+        sizes = [(min(timeline.uses[value.name]), value.nbytes) for value in values if value.requires_grad]
         whole = sum(nbytes for _, nbytes in sizes)
-        for candidate in timeline.blocks[block]:
+        for candidate in timeline.blocks[block] if whole else ():
             later = sum(nbytes for position, nbytes in sizes if position > candidate.position)
             shares[candidate.quantity("gradients")] = later / whole
     return Lifetime.of(shares)

@@ -7,6 +7,7 @@ its backward, or after the last backward of the step.
 
 A collective's seconds are a linear function of its bytes (`CollectiveLine`), as the integer program needs it:
 `FsdpGroupPricer.bandwidth` is charged for each parameter of a group, `FsdpGroupPricer.latency` once for the group.
+Frozen parameters are all-gathered with the others, and have no gradients to reduce.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.reshard import ReshardAfter
 from planner.pricing.overlap import Overlap
 from planner.pricing.port_layouts import PortLayouts
-from planner.pricing.price import Collective, Price, add_prices
+from planner.pricing.price import FREE, Collective, Price, add_prices
 from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
 
@@ -43,6 +44,14 @@ class CollectiveLine:
     seconds_per_byte: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSizes:
+    """Elements of an FSDP group on one device: of its all-gather's result, and of its gradients before reduction."""
+
+    gathered: int
+    reduced: int
+
+
 class FsdpGroupPricer:
     """Seconds and bytes of FSDP groups in one `Run`: one mesh, checkpointing mode and number of micro-batches."""
 
@@ -50,7 +59,7 @@ class FsdpGroupPricer:
         self._run = run
         self._redistribution_pricer = redistribution_pricer
         self._overlap = Overlap.of(run.cluster.device)
-        self._lines: dict[tuple[CollectiveKind, tuple[int, ...], int, int], CollectiveLine] = {}
+        self._lines: dict[tuple[CollectiveKind, tuple[int, ...], int], CollectiveLine] = {}
 
     @property
     def reshard_options(self) -> tuple[ReshardAfter, ...]:
@@ -83,6 +92,8 @@ class FsdpGroupPricer:
                 gradients of their block exist.
         """
         assert port.layout is not None
+        if not value.requires_grad:
+            return FREE
         numel = value.nbytes // value.dtype.itemsize // split_factor(port.layout, self._run.mesh.shape)
         prices = []
         for group, parameter_count in groups:
@@ -95,32 +106,33 @@ class FsdpGroupPricer:
         return add_prices(prices)
 
     def bandwidth(
-        self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, reshard: ReshardAfter
+        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, itemsize: int, reshard: ReshardAfter
     ) -> Price:
-        """Return the price of ``numel`` elements in each block of a kind, in seconds and bytes of a step.
+        """Return the price of ``sizes`` in each block of a kind, in seconds and bytes of a step.
 
-        The price is proportional to ``numel``; `latency` prices the rest. ``reshard`` decides how long unsharded
+        The price is proportional to ``sizes``; `latency` prices the rest. ``reshard`` decides how long unsharded
         parameters take memory. ``FORWARD``: while their block or the block that prefetches them runs. ``BACKWARD``:
         from the block's forward to its backward. ``STEP``: for the whole step; unreduced gradients take memory as well.
 
         Args:
             itemsize: bytes per element of the all-gather.
         """
-        gather, reduce = self._line("all_gather", axes, group, itemsize), self._reduce_line(axes, group)
-        gather_s = numel * itemsize * gather.seconds_per_byte
-        reduce_s = numel * self._reduce_itemsize * reduce.seconds_per_byte
+        gather_s = sizes.gathered * itemsize * self._gather_line(axes, group, itemsize).seconds_per_byte
+        reduce_s = 0.0
+        if sizes.reduced:
+            reduce_s = sizes.reduced * self._reduce_itemsize * self._reduce_line(axes, group).seconds_per_byte
         charge = self._seconds(group, axes, gather_s, reduce_s, reshard)
-        nbytes = float(numel * itemsize)
+        nbytes = float(sizes.gathered * itemsize)
         if reshard is ReshardAfter.FORWARD:
             charge |= group.unsharded.charge(nbytes)
         elif reshard is ReshardAfter.BACKWARD:
             charge |= group.unsharded_until_backward.charge(nbytes)
         else:
-            charge |= self._unsharded_for_the_step(group, axes, numel, itemsize)
+            charge |= self._unsharded_for_the_step(group, axes, sizes, itemsize)
         return Price(charge=charge)
 
     def _unsharded_for_the_step(
-        self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int
+        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, itemsize: int
     ) -> dict[Quantity, float]:
         """Return the charge of ``ReshardAfter.STEP``: bytes for the whole step, and seconds of accumulating gradients.
 
@@ -129,42 +141,48 @@ class FsdpGroupPricer:
         all-gather and the reduction have the same dtype size).
         """
         reduce_itemsize = self._reduce_itemsize
-        stored_itemsize = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype]
+        stored_itemsize = BYTES_PER_ELEMENT[self._run.job.stored_dtype(requires_grad=True)]
+        more_per_gradient = reduce_itemsize - stored_itemsize / self._ranks(axes)
         charge = {
-            persistent("parameters"): float(group.count * numel * itemsize),
-            persistent("gradients"): group.count * numel * (reduce_itemsize - stored_itemsize / self._ranks(axes)),
+            persistent("parameters"): float(group.count * sizes.gathered * itemsize),
+            persistent("gradients"): group.count * sizes.reduced * more_per_gradient,
         }
         if reduce_itemsize == itemsize:
             return charge
-        charge |= group.unreduced.charge(float(numel * itemsize))
-        sum_s = numel * (itemsize + 2 * reduce_itemsize) / stream_bytes_per_s(self._run.cluster.device)
+        charge |= group.unreduced.charge(float(sizes.reduced * itemsize))
+        sum_s = sizes.reduced * (itemsize + 2 * reduce_itemsize) / stream_bytes_per_s(self._run.cluster.device)
         charge[BACKWARD.compute] = group.count * self._run.passes * sum_s
         return charge
 
-    def latency(self, group: FsdpGroup, axes: tuple[int, ...], itemsize: int, reshard: ReshardAfter) -> Price:
-        """Return the price of the latencies of the collectives of all blocks of a kind, in seconds of a step."""
-        gather, reduce = self._line("all_gather", axes, group, itemsize), self._reduce_line(axes, group)
-        return Price(charge=self._seconds(group, axes, gather.latency_s, reduce.latency_s, reshard))
+    def gather_latency(self, group: FsdpGroup, axes: tuple[int, ...], itemsize: int, reshard: ReshardAfter) -> Price:
+        """Return the price of the latencies of the all-gathers of all blocks of a kind, in seconds of a step."""
+        gather = self._gather_line(axes, group, itemsize)
+        return Price(charge=self._seconds(group, axes, gather.latency_s, 0.0, reshard))
+
+    def reduce_latency(self, group: FsdpGroup, axes: tuple[int, ...], reshard: ReshardAfter) -> Price:
+        """Return the price of the latencies of the reduce-scatters of all blocks of a kind, in seconds of a step."""
+        return Price(charge=self._seconds(group, axes, 0.0, self._reduce_line(axes, group).latency_s, reshard))
 
     def collectives(
-        self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, reshard: ReshardAfter
+        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, itemsize: int, reshard: ReshardAfter
     ) -> Price:
-        """Return the collectives of all blocks of a kind with ``numel`` elements each, as a price without a charge."""
+        """Return the collectives of all blocks of a kind with ``sizes`` each, as a price without a charge."""
         axis, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), reshard is ReshardAfter.STEP
         calls = group.count * (1 if for_step else self._run.passes)
+        gathered_nbytes, reduced_nbytes = sizes.gathered * itemsize, sizes.reduced * self._reduce_itemsize
         rows: list[tuple[CollectiveKind, Phase, int]] = [
-            ("all_gather", "param_gather" if for_step else "forward", itemsize)
+            ("all_gather", "param_gather" if for_step else "forward", gathered_nbytes)
         ]
         if reshard is ReshardAfter.FORWARD:
-            rows.append(("all_gather", "backward", itemsize))
-        rows.append(("reduce_scatter", "grad_reduce" if for_step else "backward", self._reduce_itemsize))
+            rows.append(("all_gather", "backward", gathered_nbytes))
+        if reduced_nbytes:
+            rows.append(("reduce_scatter", "grad_reduce" if for_step else "backward", reduced_nbytes))
         collectives = []
-        for kind, phase, size in rows:
-            line = self._line(kind, axes, group, size)
-            time_s = line.latency_s + numel * size * line.seconds_per_byte
-            collectives.append(
-                Collective(kind=kind, axis=axis, phase=phase, nbytes=numel * size, count=calls, time_s=time_s)
-            )
+        for kind, phase, nbytes in rows:
+            gathers = kind == "all_gather"
+            line = self._gather_line(axes, group, itemsize) if gathers else self._reduce_line(axes, group)
+            time_s = line.latency_s + nbytes * line.seconds_per_byte
+            collectives.append(Collective(kind=kind, axis=axis, phase=phase, nbytes=nbytes, count=calls, time_s=time_s))
         return Price(collectives=tuple(collectives))
 
     @property
@@ -198,7 +216,7 @@ class FsdpGroupPricer:
         }
 
     def _reduce_line(self, axes: tuple[int, ...], group: FsdpGroup) -> CollectiveLine:
-        return self._line("reduce_scatter", axes, group, self._reduce_itemsize)
+        return self._line_through("reduce_scatter", axes, group.trained_numel * self._reduce_itemsize)
 
     @property
     def _copy_s_per_byte(self) -> float:
@@ -212,10 +230,12 @@ class FsdpGroupPricer:
     def _ranks(self, axes: tuple[int, ...]) -> int:
         return math.prod(self._run.mesh.shape[axis] for axis in axes)
 
-    def _line(self, kind: CollectiveKind, axes: tuple[int, ...], group: FsdpGroup, itemsize: int) -> CollectiveLine:
-        """Return the line of one collective of a group over ``axes``."""
-        high = group.numel * itemsize
-        key = (kind, axes, high, itemsize)
+    def _gather_line(self, axes: tuple[int, ...], group: FsdpGroup, itemsize: int) -> CollectiveLine:
+        return self._line_through("all_gather", axes, group.numel * itemsize)
+
+    def _line_through(self, kind: CollectiveKind, axes: tuple[int, ...], high: int) -> CollectiveLine:
+        """Return the line of one collective over ``axes``, of ``high`` bytes or fewer."""
+        key = (kind, axes, high)
         if key not in self._lines:
             other_ranks = self._run.mesh.size // self._ranks(axes)
             low = max(high // max(other_ranks, 2), 1)

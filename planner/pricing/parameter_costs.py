@@ -56,16 +56,14 @@ class ParameterClassUse:
 class ParameterPricer:
     """Prices of parameters in one `Run`.
 
-    Attributes:
-        stored_dtype: dtype of stored parameters: the dtype of the master copy if the job has one. Master copies are
-            cast to the compute dtype before they are all-gathered.
+    Trained parameters are stored in the dtype of the master copy, if the job has one, and cast to the compute dtype
+    before they are all-gathered. Frozen ones are stored in the compute dtype.
     """
 
     def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
         self._run = run
         self._redistribution_pricer = redistribution_pricer
         self._overlap = Overlap.of(run.cluster.device)
-        self.stored_dtype: str = run.job.master_dtype or run.job.dtype
 
     # --- between uses --------------------------------------------------------------------------------------------
 
@@ -96,13 +94,13 @@ class ParameterPricer:
         """Return the price of ``count`` stored parameters and their optimizer state, and of the optimizer's update."""
         numel = value.nbytes // value.dtype.itemsize // split_factor(stored, self._run.mesh.shape) * count
         job = self._run.job
-        trained = job.training and value.requires_grad
+        trained, stored_dtype = job.training and value.requires_grad, job.stored_dtype(value.requires_grad)
         nbytes = parameter_state_bytes(
             numel,
             optimizer=job.optimizer,
-            dtype=self.stored_dtype,
-            master_dtype=self.stored_dtype,
-            gradient_dtype=self.stored_dtype,
+            dtype=stored_dtype,
+            master_dtype=stored_dtype,
+            gradient_dtype=stored_dtype,
             training=trained,
         )
         nbytes["gradients"] = 0  # `storage` and `reduce` price gradients, by layout and lifetime
@@ -112,16 +110,19 @@ class ParameterPricer:
             charge[EXPOSED] = numel * optimizer_time_per_parameter_s(
                 device=self._run.cluster.device,
                 optimizer=job.optimizer,
-                dtype=self.stored_dtype,
-                master_dtype=self.stored_dtype,
-                gradient_dtype=self.stored_dtype,
+                dtype=stored_dtype,
+                master_dtype=stored_dtype,
+                gradient_dtype=stored_dtype,
             )
         return Price(charge=charge)
 
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of one device's shard of a gradient in ``layout``, in the stored dtype."""
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)
-        return numel * BYTES_PER_ELEMENT[self.stored_dtype]
+        return numel * self._stored_itemsize(value)
+
+    def _stored_itemsize(self, value: Value) -> int:
+        return BYTES_PER_ELEMENT[self._run.job.stored_dtype(value.requires_grad)]
 
     def _gradients_of_backward(
         self, value: Value, option: StorageOption, count: int, gradients: Lifetime
@@ -142,7 +143,7 @@ class ParameterPricer:
         return gradients.without(at_update).charge(nbytes) | {at_update: count * (nbytes_at_update - nbytes)}
 
     def _is_cast(self, value: Value) -> bool:
-        return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
+        return self._stored_itemsize(value) != value.dtype.itemsize
 
     def _compute_copies(self, value: Value, stored: Layout, count: int) -> Price:
         """Return the price of copies in the compute dtype, which autograd saves of all parameters at once."""
@@ -162,7 +163,7 @@ class ParameterPricer:
         final_nbytes = self.gradient_nbytes(value, option.stored)
         nbytes = self.gradient_nbytes(value, layout)
         if option.fsdp_axes is None and layout != option.stored:
-            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
+            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / self._stored_itemsize(value)
         charge = {persistent("gradients"): count * nbytes}
         if final_nbytes > nbytes:  # final gradients are larger; for cast parameters they exist at the update only
             more = final_nbytes - nbytes

@@ -22,7 +22,7 @@ class StorageOption:
         stored: the layout between uses.
         accumulated: the layout to which every backward reduces the gradient. None: the gradient accumulates over
             micro-batches unreduced, in the layout in which the parameter's only use computes it, and is reduced once a
-            step.
+            step; or the parameter is frozen.
         fsdp_axes: indices of the mesh axes over which the parameter's FSDP group is all-gathered; None: the parameter
             is in no FSDP group and is all-gathered by itself.
     """
@@ -32,17 +32,19 @@ class StorageOption:
     fsdp_axes: tuple[int, ...] | None = None
 
 
-def fsdp_use_layouts(option: StorageOption) -> tuple[Layout, Layout] | None:
+def fsdp_use_layouts(option: StorageOption) -> tuple[Layout, Layout | None] | None:
     """Return the layouts of a parameter and of its gradient in its only use, if ``fully_shard`` runs ``option``.
 
     None if it cannot: ``fully_shard`` shards one dim over the axes that it all-gathers over, and leaves the placements
-    on all other axes unchanged.
+    on all other axes unchanged. A frozen parameter has no gradient.
     """
     axes, accumulated, stored = option.fsdp_axes, option.accumulated, option.stored
-    if axes is None or accumulated is None:
+    if axes is None:
         return None
     split = stored[axes[0]]
-    if not isinstance(split, Shard) or any(stored[axis] != split or accumulated[axis] != split for axis in axes):
+    if not isinstance(split, Shard) or any(
+        layout[axis] != split for layout in (stored, accumulated) if layout is not None for axis in axes
+    ):
         return None
     if any(sharded_dim(placement) == split.dim for placement in stored[axes[-1] + 1 :]):
         return None  # an inner axis shards the same dim: a single all-gather cannot undo the outer split
@@ -50,7 +52,7 @@ def fsdp_use_layouts(option: StorageOption) -> tuple[Layout, Layout] | None:
     def in_use(layout: Layout, placement: Placement) -> Layout:
         return tuple(placement if axis in axes else other for axis, other in enumerate(layout))
 
-    return in_use(stored, Replicate()), in_use(accumulated, Partial())
+    return in_use(stored, Replicate()), None if accumulated is None else in_use(accumulated, Partial())
 
 
 def stored_layouts(value: Value, mesh_shape: Sequence[int], compute_layouts: Iterable[Layout] = ()) -> list[Layout]:
@@ -91,7 +93,9 @@ def storage_options(
     trained = run.job.training and value.requires_grad
     if not is_used_again or not trained:
         once_a_step = [StorageOption(stored=layout, accumulated=None) for layout in layouts]
-        return (*once_a_step, *(_reduced_in_every_backward(layouts, run) if trained else ()))
+        if trained:
+            return (*once_a_step, *_reduced_in_every_backward(layouts, run))
+        return (*once_a_step, *(_in_fsdp_groups(layouts, run, trained=False) if run.job.training else ()))
     return tuple(
         StorageOption(stored=layout, accumulated=accumulated)
         for layout in layouts
@@ -101,18 +105,22 @@ def storage_options(
 
 def _reduced_in_every_backward(layouts: Sequence[Layout], run: Run) -> list[StorageOption]:
     """Return the options that reduce the gradient in every micro-batch, in an FSDP group or by itself."""
+    in_fsdp_groups = _in_fsdp_groups(layouts, run, trained=True)
+    if run.micro_batches == 1:
+        return in_fsdp_groups
+    sharded = [layout for layout in layouts if split_factor(layout, run.mesh.shape) > 1]
+    return [*(StorageOption(stored=layout, accumulated=layout) for layout in sharded), *in_fsdp_groups]
+
+
+def _in_fsdp_groups(layouts: Sequence[Layout], run: Run, *, trained: bool) -> list[StorageOption]:
     mesh_shape = run.mesh.shape
-    in_fsdp_groups = [
+    return [
         StorageOption(stored=layout, accumulated=accumulated, fsdp_axes=axes)
         for layout in layouts
         for axes in fsdp_axis_groups(mesh_shape)
         if isinstance(layout[axes[0]], Shard) and all(layout[axis] == layout[axes[0]] for axis in axes)
-        for accumulated in _layouts_after_reduce_scatter(layout, axes, mesh_shape)
+        for accumulated in (_layouts_after_reduce_scatter(layout, axes, mesh_shape) if trained else [None])
     ]
-    if run.micro_batches == 1:
-        return in_fsdp_groups
-    sharded = [layout for layout in layouts if split_factor(layout, mesh_shape) > 1]
-    return [*(StorageOption(stored=layout, accumulated=layout) for layout in sharded), *in_fsdp_groups]
 
 
 def fsdp_axis_groups(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:

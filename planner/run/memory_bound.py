@@ -137,12 +137,12 @@ def least_state_bytes(regions: RegionGraph, job: Job) -> float:
 
     Gradients do not count, and neither do parameters that no op uses.
     """
-    stored_dtype = job.master_dtype or job.dtype
     total = 0
     parameters = {
         slot.value.name: slot.value for region in regions.regions for slot in region.slots if slot.origin == "parameter"
     }
     for value in parameters.values():
+        stored_dtype = job.stored_dtype(value.requires_grad)
         state = parameter_state_bytes(
             value.nbytes // value.dtype.itemsize,
             optimizer=job.optimizer,

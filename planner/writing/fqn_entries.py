@@ -13,6 +13,7 @@ from cost_model.layouts.layout import Layout, replicated
 from planner.formulation.decision import Decision
 from planner.graph.trace_module import ModuleNames
 from planner.liveness.structure import Structure, hook_key
+from planner.plan.patterns import match_keys
 from planner.plan.ports import PortSpec, input_key, output_key
 from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import Port
@@ -52,10 +53,15 @@ def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
         entries: FQN -> entry.
         names: all FQNs that a pattern could match.
     """
-    matched: dict[str, list[str]] = defaultdict(list)
+    by_pattern: dict[str, list[str]] = defaultdict(list)
     pattern_of = {name: _pattern(name) for name in entries}
     for name in names:
-        matched[pattern_of.get(name) or _pattern(name)].append(name)
+        by_pattern[pattern_of.get(name) or _pattern(name)].append(name)
+    # The pattern of one name may match others too, that have a word where it has a number.
+    matching = match_keys(dict.fromkeys(pattern_of.values()), by_pattern)
+    matched = {
+        pattern: [name for other in others for name in by_pattern[other]] for pattern, others in matching.items()
+    }
     agreed = {
         pattern
         for pattern, fqns in matched.items()

@@ -114,6 +114,12 @@ def test_groups_have_the_axes_on_which_their_parameters_are_gathered(mesh: Devic
     assert (member.stored, member.compute, member.dim) == (ROWS, REPLICATED, 0)
 
 
+def test_frozen_parameters_have_no_gradient_to_reduce(mesh: DeviceMesh) -> None:
+    (group,) = (g for g in groups_of(Model(), mesh, plan_of(fully_shard={"frozen": ("weight",)})) if g.fqn == "frozen")
+    (member,) = group.parameters
+    assert (member.stored, member.compute, member.accumulated) == (ROWS, REPLICATED, ROWS)
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
     "module pattern": ({"fully_shard": {"layers.*": ("weight",)}}, UnmatchedKeyError, "'layers.*'"),
     "parameter": ({"fully_shard": {"blocks.*": ("up.bias",)}}, UnmatchedKeyError, "'blocks.0.up.bias'"),
@@ -121,7 +127,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
     "keys that disagree": ({"fully_shard": {"blocks.0": ("up.weight",)}}, KeyConflictError, "disagree"),
     "two groups": ({"fully_shard": {"": ("blocks.0.up.weight",)}}, KeyConflictError, "with 'blocks.0' and with ''"),
     "tie": ({"fully_shard": {"emb": ("weight",)}}, KeyConflictError, "tied to 'head.weight'"),
-    "frozen parameter": ({"fully_shard": {"frozen": ("weight",)}}, PlanKeyError, "needs no gradient"),
     "two dtypes": ({"fully_shard": {"blocks.*": ("up.weight", "scale")}}, PlanKeyError, "torch.float64"),
     "list of modules": ({"fully_shard": {"blocks": ("0.up.weight",)}}, PlanKeyError, "never called"),
     "inside a checkpointed block": (

@@ -133,7 +133,7 @@ def frozen_before(case: Case) -> list[str]:
     """Return what is wrong with gradients where some parameters are frozen before sharding, and trained later."""
     run = Run(case)
     model = make_model(case.family)
-    first = {"fc2.bias", "head.bias"}  # in no group: a plan whose groups have frozen parameters is refused
+    first = {"fc2.bias", "head.bias"}
     for name in first:
         model.get_parameter(name).requires_grad_(False)
     shard_module(model, run.mesh, case.plan)

@@ -14,9 +14,12 @@ COMBINATIONS = [
     ("opt", "TP", "selective", "fp32"),
     ("t5", "TP", "full", "fp32"),
     ("bert", "FSDP", "full", "fp32"),
+    ("lora", "FSDP", "none", "fp32"),
+    ("lora-qv", "DP", "full", "bf16"),
 ]
 """BERT's embedding is tied, and its blocks end in a norm; T5's hand on a tensor that one of them has redistributed; of
-OPT's step the peak is inside attention that runs again; bf16 is computed in casts of the parameters."""
+OPT's step the peak is inside attention that runs again; bf16 is computed in casts of the parameters. Adapters are the
+only parameters of theirs that are trained."""
 IN_TWO = [
     ("llama", "DP", "full", "fp32", "fp32"),
     ("llama", "DP", "none", "bf16", "fp32"),
@@ -34,6 +37,8 @@ computed in fp32 each does so when it has come."""
 @pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable wrapper-subclass:UserWarning")
 # It asks the casts of parameters, in bf16, for their gradients.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# peft asks transformers for a name that it has given up.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("model", "plan", "ac", "dtype"), COMBINATIONS)
 def test_the_peak_is_what_memtracker_counts(model: str, plan: str, ac: str, dtype: str) -> None:
     found = outcome(CASES[model], plan, ac, dtype)
