@@ -103,17 +103,20 @@ class TracedJob:
         else:
             if progress is not None:
                 progress(TRACING)
-            micro_batch = self._batch // self._counts[0] if len(self._counts) == 1 else None
+            largest = self._batch // self._counts[0]
             with gc_pause.paused(), self._clock.stage("trace_s"):
                 self._module = trace_at_batch(
                     model,
                     inputs,
-                    micro_batch,
+                    largest if len(self._counts) == 1 else None,
                     self.job.dtype,
                     spec.phase,
+                    largest=largest,
                     fused_ops=spec.fused_ops,
                     fused_projections=spec.fused_projections,
                 )
+            if not self._module.any_batch:
+                self._counts = self._counts[:1]
         check_kernel(self.job, self.cluster.device, self._module.graph)
         if tp_plan is not None and spec.fused_projections:
             tp_plan = styles_with_fused(tp_plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -141,6 +142,11 @@ def sharded_dim(placement: Placement) -> int | None:
 
 def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[int, ...]:
     """Return the number of shards along each dim of an ``ndim``-dimensional tensor in ``layout``."""
+    return _shard_counts(layout, tuple(mesh_shape), ndim)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _shard_counts(layout: Layout, mesh_shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     counts = [1] * ndim
     for placement, size in zip(layout, mesh_shape, strict=True):
         dim = sharded_dim(placement)
@@ -151,6 +157,11 @@ def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[
 
 def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
     """Return whether ``layout`` shards every dim of ``shape`` evenly."""
+    return _divides(tuple(shape), layout, tuple(mesh_shape))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _divides(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> bool:
     if any(dim is not None and dim >= len(shape) for dim in map(sharded_dim, layout)):
         return False
     return all(

@@ -32,6 +32,7 @@ from planner.graph.op_graph import (
     build_digraph,
     output_value,
 )
+from planner.graph.sample_loops import SampleLoopError
 from planner.graph.trace_errors import cannot_trace, shape_by_values, vectorized
 from planner.graph.unroll import unroll
 
@@ -45,12 +46,15 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
 
     Raises:
         ModelError: neither torch.export nor torch.fx can capture it. The message names the submodule and both reasons.
+        SampleLoopError: within `NoSampleLoops`, a loop over the samples.
     """
     folded = _trace_folded(module, inputs)
     if folded is not None:
         return folded
     try:
         captured = export(module, inputs)
+    except SampleLoopError:
+        raise
     except Exception as export_error:  # noqa: BLE001  the reason to report, whatever forward or export raises
         try:
             captured = symbolic_trace(module, inputs)
@@ -68,6 +72,8 @@ def _trace_folded(module: nn.Module, inputs: ExampleInputs) -> OpGraph | None:
         with without_repeated_blocks(module, repeats):
             short = _GraphBuilder(module, export(module, inputs)).build()
         return unroll(short, repeats, list(_parameter_fqns(module).values()))
+    except SampleLoopError:
+        raise
     except Exception:  # noqa: BLE001  the full trace, which follows, reports the error
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,10 +81,15 @@ class Crossing:
         return tuple(self.path.split(SAME_TENSOR))
 
 
-@functools.cache
+_OVERLOAD_NAMES: dict[int, tuple[torch._ops.OpOverload, str]] = {}
+
+
 def overload_name(target: torch._ops.OpOverload) -> str:
-    """Return ``str(target)``, cached: torch assembles the string on every call."""
-    return str(target)
+    """Return ``str(target)``, cached by identity: torch assembles the string, and a hash, on every call."""
+    found = _OVERLOAD_NAMES.get(id(target))
+    if found is None:
+        found = _OVERLOAD_NAMES[id(target)] = target, str(target)
+    return found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from planner.graph.example_inputs import (
 )
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Op, OpGraph, with_results
+from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
 from planner.graph.trace_errors import scripted
 from planner.model_rewrites.cache_argument import without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
@@ -137,9 +139,16 @@ def trace_module(
     samples = batch_size_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
     is_fixed = phase == "training" and len(counts) == 1
-    micro_batch = (batch or samples) // counts[0] if is_fixed else None
+    largest = (batch or samples) // counts[0]
     return trace_at_batch(
-        module, inputs, micro_batch, dtype, phase, fused_ops=fused_ops, fused_projections=fused_projections
+        module,
+        inputs,
+        largest if is_fixed else None,
+        dtype,
+        phase,
+        largest=largest,
+        fused_ops=fused_ops,
+        fused_projections=fused_projections,
     )
 
 
@@ -196,10 +205,13 @@ def trace_at_batch(
     dtype: str,
     phase: JobPhase = "training",
     *,
+    largest: int = 1,
     fused_ops: bool = False,
     fused_projections: bool = False,
 ) -> TracedModule:
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
+
+    A module whose forward loops over the samples has no such graph. It is traced with ``largest`` samples.
 
     Raises:
         ModelError: the module cannot be traced, is TorchScript in part, or has no projections to fuse.
@@ -213,17 +225,17 @@ def trace_at_batch(
     if fused_ops:
         fuse_ops(copy, TRACED_OPS)
     samples = batch_size_of(inputs)
-    batch = TRACE_BATCH if micro_batch is None else micro_batch
     if phase == "training":
         inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
     with quiet_export():
         try:
-            graph = trace(copy, with_batch(typed, samples, batch))
-        except ModelError:
-            if batch == samples:
-                raise
-            graph = trace(copy, with_batch(typed, samples, batch, in_later_dims=True))
+            batch = TRACE_BATCH if micro_batch is None else micro_batch
+            with NoSampleLoops(batch) if micro_batch is None else nullcontext():
+                graph = _traced(copy, typed, samples, batch)
+        except SampleLoopError:
+            batch = micro_batch = largest
+            graph = _traced(copy, typed, samples, batch)
     graph = with_results(graph, training=phase == "training")
     if phase == "training":
         _check_trainable(graph)
@@ -242,6 +254,16 @@ def trace_at_batch(
         fused_ops=fused_ops,
         fused_projections=count_fused_projections(module) > 0,
     )
+
+
+def _traced(module: nn.Module, inputs: ExampleInputs, samples: int, batch: int) -> OpGraph:
+    """Return the graph of ``module``, called with ``batch`` samples like the ``samples`` in ``inputs``."""
+    try:
+        return trace(module, with_batch(inputs, samples, batch))
+    except ModelError:
+        if batch == samples:
+            raise
+        return trace(module, with_batch(inputs, samples, batch, in_later_dims=True))
 
 
 def _check_trainable(graph: OpGraph) -> None:

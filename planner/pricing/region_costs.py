@@ -29,6 +29,13 @@ from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
 from planner.strategies.own_collectives import inner_collectives, shard_shape, work_split
 
+_OpLayouts = tuple[str, tuple[Layout | None, ...]]
+
+
+def _layouts_of(region_op: RegionOp, strategy: Strategy) -> _OpLayouts:
+    """Return an op's name and the layouts of its tensors: many strategies of a region have an op in one layout."""
+    return region_op.op.name, tuple([strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)])
+
 
 class RegionPricer:
     """Prices of the strategies of regions in one `Run`."""
@@ -47,7 +54,8 @@ class RegionPricer:
         self._collectives = redistribution_pricer
         self._op_times = op_times
         self._overlap = Overlap.of(run.cluster.device)
-        self._times: dict[tuple[str, tuple[Layout | None, ...]], OpTime] = {}
+        self._times: dict[_OpLayouts, OpTime] = {}
+        self._inner: dict[tuple[_OpLayouts, float, CheckpointingMode | None], list[Price]] = {}
 
     def price(
         self,
@@ -94,7 +102,10 @@ class RegionPricer:
                 charge[BACKWARD.compute] += calls * (backward_s + (forward_s if recomputes else 0.0))
                 sums_s = self._gradient_sums_s(region, region_op, strategy, *sums)
                 charge[BACKWARD.compute] += self._run.passes * sums_s
-            prices += self._inner_collectives(region, region_op, strategy, calls, checkpointing)
+            key = _layouts_of(region_op, strategy), calls, checkpointing
+            if key not in self._inner:
+                self._inner[key] = self._inner_collectives(region, region_op, strategy, calls, checkpointing)
+            prices += self._inner[key]
         if self._run.job.has_peak_candidates:
             if timeline is not None:
                 charge.update(self._memory.by_lifetime(region, strategy, timeline, throughout))
@@ -105,8 +116,8 @@ class RegionPricer:
     # --- compute -------------------------------------------------------------------------------------------------
 
     def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
-        """Return the seconds of one op on one device's shards; many strategies of a region have an op in one layout."""
-        key = region_op.op.name, tuple([strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)])
+        """Return the seconds of one op on one device's shards."""
+        key = _layouts_of(region_op, strategy)
         if key not in self._times:
             self._times[key] = self._computed_op_time(region, region_op, strategy)
         return self._times[key]

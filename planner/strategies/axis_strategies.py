@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -100,6 +101,18 @@ def _arrive_as(gradients: Placements, expected: Placements) -> bool:
     return all(gradient in (None, place) for gradient, place in zip(gradients, expected, strict=True))
 
 
+_MOST_CHOICES = 1024
+"""Placements of an op's inputs that are tried. A ``stack`` of 32 tensors in 4 placements each would have 4**32."""
+
+
+def _alike(options: Sequence[Sequence[Placement | None]]) -> Iterator[Placements]:
+    """Yield one choice of each of ``options``, where equal options have equal choices."""
+    kinds = list(dict.fromkeys(map(tuple, options)))
+    for choice in itertools.product(*kinds):
+        by_kind = dict(zip(kinds, choice, strict=True))
+        yield tuple(by_kind[tuple(option)] for option in options)
+
+
 def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> Iterator[AxisStrategy]:
     """Yield the strategies of ``region`` on one axis of ``axis_size`` ranks; some may occur twice."""
     return _RegionSearch(region, rules, axis_size).run()
@@ -172,12 +185,14 @@ class _RegionSearch:
     ) -> Iterable[Placements]:
         """Return the placements to try for the ``unplaced`` slots: all, or those that an op's own rules have.
 
+        Of an op with very many tensors, those that may be placed alike are placed alike.
+
         Args:
             options: the placements that each of these slots may have.
         """
         own = own_rules(region_op.op, inputs)
         if own is None:
-            return itertools.product(*options)
+            return itertools.product(*options) if math.prod(map(len, options)) <= _MOST_CHOICES else _alike(options)
         found: dict[Placements, tuple[int, ...]] = {}
         for rule in own:
             placed = dict(forward)

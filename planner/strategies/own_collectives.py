@@ -18,21 +18,27 @@ def inner_collectives(
     op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
 ) -> tuple[InnerCollective, ...]:
     """Return the collectives inside ``op`` with inputs in ``layouts``; none for an op that DTensor runs."""
-    shapes = [shard_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)]
-    if op.target_name == context_parallel.OP_NAME:
-        return context_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
-    if op.target_name == experts.OP_NAME:
-        return expert_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
+    name = op.target_name
+    if name == context_parallel.OP_NAME:
+        return context_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
+    if name == experts.OP_NAME:
+        return expert_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
     if writes_plain(op, inputs):
-        return buffer_updates.write_collectives(inputs, layouts, shapes, mesh_shape)
-    if op.target_name == buffer_updates.BATCH_NORM:
+        return buffer_updates.write_collectives(inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
+    if name == buffer_updates.BATCH_NORM:
         return buffer_updates.batch_norm_collectives(op, inputs, layouts, mesh_shape)
     losses = ("aten.cross_entropy_loss.default", fused_kernels.CROSS_ENTROPY)
-    if op.target_name in losses and is_shardable_cross_entropy(op, inputs):
+    if name in losses and is_shardable_cross_entropy(op, inputs):
         return _cross_entropy_collectives(inputs, layouts, mesh_shape)
-    if op.target_name in (*reduction_rules.NAMES, *losses):
+    if name in reduction_rules.NAMES or name in losses:
         return reduction_rules.reduction_collectives(op, inputs, layouts, mesh_shape)
     return ()
+
+
+def _shapes(
+    inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> list[tuple[int, ...]]:
+    return [shard_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)]
 
 
 def _cross_entropy_collectives(

@@ -19,6 +19,10 @@ ASYNC_TP_NOTE = (
     "the plan assumes async tensor parallelism: communication inside a node is overlapped, in pieces, with GEMMs. "
     "shard_module cannot run it; plan without the technique async-tp for a plan that it can."
 )
+SAMPLE_LOOP_NOTE = (
+    "the forward loops over its samples, so that only {count} micro-batches a step were planned: give micro_batches "
+    "for others."
+)
 
 
 def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) -> Iterator[str]:
@@ -32,6 +36,8 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if run.job.fused_ops:
         yield fused_ops_note(module.graph)
     micro_batch = batch // run.micro_batches
+    if not module.any_batch and run.job.micro_batches is None and micro_batch > 1:
+        yield SAMPLE_LOOP_NOTE.format(count=run.micro_batches)
     sizes = [size for size in run.mesh.shape if size > 1]
     if run.job.training and sizes and all(micro_batch % size for size in sizes):
         yield f"no axis of the mesh {run.mesh} splits the batch: none divides a micro-batch's samples ({micro_batch})."
