@@ -214,6 +214,7 @@ class DTensorRules:
         self._mesh = mesh_without_groups(mesh_shape)
         self._outputs = outputs or GlobalOutputs()
         self._runs: dict[Hashable, _OpRun] = {}
+        self._signatures: dict[Hashable, tuple[Op, Hashable]] = {}  # with the op, so that its id stays its own
 
     def forward(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
         """Return the layouts of the op's outputs; None where DTensor would communicate, or refuses.
@@ -244,10 +245,17 @@ class DTensorRules:
         return inputs if self._real_shapes else with_small_shapes(op, inputs, self._size)
 
     def _run_once(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _OpRun:
-        key = (op_signature(op, tuple(inputs)), layouts)
+        key = (self._signature(op, inputs), layouts)
         if key not in self._runs:
             self._runs[key] = self._run(op, inputs, layouts)
         return self._runs[key]
+
+    def _signature(self, op: Op, inputs: Sequence[Value]) -> Hashable:
+        """Return `op_signature`, computed once for an op at one set of shapes."""
+        key = id(op), tuple([value.shape for value in inputs])
+        if key not in self._signatures:
+            self._signatures[key] = op, op_signature(op, tuple(inputs))
+        return self._signatures[key][1]
 
     def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _OpRun:
         op_run = _OpRun()

@@ -7,10 +7,11 @@ strategy on the whole mesh. The search only verifies strategies that it is about
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, divides
@@ -36,6 +37,36 @@ class Strategy:
     forward: tuple[Layout | None, ...]
     gradient: tuple[Layout | None, ...]
     reallgathered: tuple[int, ...] = ()
+
+
+_MOST_PRICED_OPS = 20_000
+"""Ops of a region times its strategies on two axes, beyond which only its `_most_sharded` strategies are kept."""
+
+
+def _most_sharded(region: Region, strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
+    """Return the strategies without those that leave an input replicated which another, with equal results, shards.
+
+    To shard a replicated tensor takes no communication. A module that loops over time has thousands of ops, each of
+    which is priced in every strategy; if five of its inputs may each be replicated or sharded, there are 32 of them.
+    """
+    free = [i for i, slot in enumerate(region.slots) if slot.origin == "entry"]
+    by_rest: dict[Hashable, list[AxisStrategy]] = defaultdict(list)
+    for strategy in strategies:
+        outer = [i for i, slot in enumerate(region.slots) if slot.origin not in ("entry", "op")]
+        rest = [strategy.forward[i] for i in (*outer, *region.exits)]
+        by_rest[tuple(rest), tuple(strategy.gradient[i] for i in region.exits)].append(strategy)
+
+    def shards_more(other: AxisStrategy, strategy: AxisStrategy) -> bool:
+        pairs = [(other.forward[i], strategy.forward[i]) for i in free]
+        return any(a != b for a, b in pairs) and all(a == b or (b == R and isinstance(a, Shard)) for a, b in pairs)
+
+    dropped = {
+        strategy
+        for alike in by_rest.values()
+        for strategy in alike
+        if any(shards_more(other, strategy) for other in alike)
+    }
+    return tuple(strategy for strategy in strategies if strategy not in dropped)
 
 
 def canonical_size(size: int) -> int:
@@ -69,7 +100,9 @@ class StrategyTable:
         key = ((region.signature, region.exits), size)
         if key not in self._axis:
             with quiet_dtensor():
-                self._axis[key] = tuple(dict.fromkeys(find_axis_strategies(region, self.axis_rules(size), size)))
+                found = tuple(dict.fromkeys(find_axis_strategies(region, self.axis_rules(size), size)))
+            is_large = len(region.ops) * len(found) ** 2 > _MOST_PRICED_OPS
+            self._axis[key] = _most_sharded(region, found) if is_large else found
         return self._axis[key]
 
     def on_mesh(

@@ -181,3 +181,49 @@ def test_dtensor_answers_the_same_where_it_is_told_what_ops_make(monkeypatch: py
     assert any(answer is not None for answer in told)
     monkeypatch.setattr(GlobalOutputs, "of", lambda self, *args: self._compute(*args))
     assert told == answers(None)
+
+
+class ManyInputs(nn.Module):
+    """Stacks the results of 12 layers, which come from outside of the region that stacks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self.layers], dim=1).sum()
+
+
+def test_an_op_of_many_tensors_is_tried_with_equal_placements(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = build_regions(trace(to_meta(ManyInputs(), None), meta_inputs((torch.zeros(4, 6, 8),))))
+    region = next(r for r in graph.regions if any(o.op.target_name == "aten.stack.default" for o in r.ops))
+    asked = []
+    forward = DTensorRules.forward
+    monkeypatch.setattr(DTensorRules, "forward", lambda *args: asked.append(1) or forward(*args))
+    found = StrategyTable().on_axis(region, 2)
+    assert len(asked) < 200  # of 4**12 placements
+    stacked = [tuple(strategy.forward[i] for i in region.ops[0].inputs) for strategy in found]
+    assert {(S0,) * 12, (R,) * 12} <= set(stacked)
+
+
+class OverTime(nn.Module):
+    """A loop of many ops over inputs that may each be split by samples or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, gate, add = self.a(x), self.b(x), self.c(x)
+        for _ in range(300):
+            state = torch.sigmoid(state * gate + add)
+        return state.square().mean()
+
+
+def test_a_region_of_many_ops_leaves_no_input_replicated_that_it_can_split() -> None:
+    graph = build_regions(trace(to_meta(OverTime(), None), meta_inputs((torch.zeros(4, 6, 8),))))
+    region = max(graph.regions, key=lambda region: len(region.ops))
+    entries = [i for i, slot in enumerate(region.slots) if slot.origin == "entry"]
+    found = [tuple(s.forward[i] for i in entries) for s in StrategyTable().on_axis(region, 2)]
+    assert {(S0,) * 3, (R,) * 3} <= set(found)
+    assert not any(R in placed and S0 in placed for placed in found)
