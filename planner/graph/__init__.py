@@ -5,6 +5,7 @@ a traced module, without the module     trace_module.TracedModule, .trace_module
 capture with torch.fx                   capture, from_fx, trace_errors
 repeated blocks, traced once            fold, unroll
 loops over the samples                  sample_loops
+sliding windows of KV caches            kv_windows
 example inputs                          example_inputs.meta_inputs
 an op, run on given tensors             run_op.run_op
 """

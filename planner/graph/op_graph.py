@@ -110,6 +110,7 @@ class Op:
             (`planner.plan.token_order`).
         is_local: whether ranks run the op on their local tensors, since DTensor has no rule for it
             (`planner.strategies.local_ops`).
+        kv_window: of an attention op in inference, the most tokens that its KV cache keeps; None: all.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Op:
     grad_enabled: bool = True
     is_zigzag: bool = False
     is_local: bool = False
+    kv_window: int | None = None
 
     @property
     def target_name(self) -> str:

@@ -24,6 +24,7 @@ from planner.graph.example_inputs import (
     with_dtype,
 )
 from planner.graph.from_fx import trace
+from planner.graph.kv_windows import kv_windows, with_kv_windows
 from planner.graph.op_graph import Op, OpGraph, with_results
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
 from planner.graph.trace_errors import scripted
@@ -239,6 +240,8 @@ def trace_at_batch(
     graph = with_results(graph, training=phase == "training")
     if phase == "training":
         _check_trainable(graph)
+    elif has_kv_cache(module):
+        graph = with_kv_windows(graph, kv_windows(module))
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.from_module(module),

@@ -64,12 +64,20 @@ class RegionMemory:
         return self.local_nbytes(region.slots[slot].value, strategy.forward[slot] if gradient is None else gradient)
 
     def kv_cache_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
-        """Return the bytes of an attention op's KV cache on one device, which is sharded like its keys and values."""
-        tokens = self._profile.ops[region_op.op.name].cached_tokens
-        if not tokens:
+        """Return the bytes of an attention op's KV cache on one device, which is sharded like its keys and values.
+
+        A device has at least one head of keys and values.
+        """
+        profile = self._profile.ops[region_op.op.name]
+        if not profile.kept_tokens:
             return 0.0
-        keys_and_values = [(region.slots[i].value, strategy.forward[i]) for i in region_op.inputs[1:3]]
-        return sum(self.local_nbytes(value, layout) / value.shape[2] * tokens for value, layout in keys_and_values)
+        nbytes = 0.0
+        for i in region_op.inputs[1:3]:
+            value = region.slots[i].value
+            batch, heads, _, width = shard_shape(value, strategy.forward[i], self._mesh_shape)
+            kept_heads = max(heads * profile.kv_heads // value.shape[1], 1)
+            nbytes += batch * kept_heads * profile.kept_tokens * width * value.dtype.itemsize
+        return nbytes
 
     def by_lifetime(
         self, region: Region, strategy: Strategy, timeline: ClassTimeline, throughout: Lifetime

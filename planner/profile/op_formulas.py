@@ -62,13 +62,26 @@ def flash_attention_profile(
     )
 
 
-def with_kv_cache(profile: OpProfile, inputs: Sequence[Value], cached_before: int) -> OpProfile:
-    """Return the profile of attention whose keys and values extend a cache of ``cached_before`` tokens per sequence."""
+def with_kv_cache(
+    profile: OpProfile, inputs: Sequence[Value], cached_before: int, window: int | None, kv_heads: int
+) -> OpProfile:
+    """Return the profile of attention whose keys and values extend a cache of ``cached_before`` tokens per sequence.
+
+    Args:
+        window: the most tokens that the cache keeps; None: all.
+        kv_heads: heads of keys and values that it keeps.
+    """
     new = inputs[1].shape[2]
-    tokens = cached_before + new
-    earlier_nbytes = sum(value.nbytes for value in inputs[1:3]) // new * cached_before
+    kept_before = cached_before if window is None else min(cached_before, window)
+    tokens = kept_before + new
+    earlier_nbytes = sum(value.nbytes for value in inputs[1:3]) // new * kept_before
     return dataclasses.replace(
-        profile, flops=profile.flops / new * tokens, nbytes=profile.nbytes + earlier_nbytes, cached_tokens=tokens
+        profile,
+        flops=profile.flops / new * tokens,
+        nbytes=profile.nbytes + earlier_nbytes,
+        cached_tokens=tokens,
+        kept_tokens=tokens if window is None else min(tokens, window),
+        kv_heads=kv_heads,
     )
 
 

@@ -28,7 +28,10 @@ class OpProfile:
         autograd_sums: positions of inputs that an earlier op reads too: autograd adds the two gradients.
         gemm_sums: positions of inputs whose gradient this op's GEMM adds to the gradient from later linear layers.
         in_place: the inputs in ``gemm_sums`` of which no other gradient exists then, so that the GEMM adds in place.
-        cached_tokens: tokens of each sequence in the key-value cache of an attention op; 0 where there is no cache.
+        cached_tokens: tokens of each sequence that an attention op with a key-value cache reads; 0 where there is no
+            cache.
+        kept_tokens: tokens of each sequence that the cache keeps after the op: fewer where it has a sliding window.
+        kv_heads: heads of keys and values that it keeps, in whose place the op may read repeated ones.
     """
 
     flops: float
@@ -46,6 +49,8 @@ class OpProfile:
     gemm_sums: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
     cached_tokens: int = 0
+    kept_tokens: int = 0
+    kv_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,14 @@ from planner.regions.regions import op_signature
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_REPEATS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "alias.default", "clone.default", "contiguous.default", "expand.default", "repeat_interleave.self_int",
+        "reshape.default", "unsqueeze.default", "view.default", "_unsafe_view.default",
+    )
+)  # fmt: skip
+"""Ops that repeat heads of keys and values, each of which gives all elements of its input."""
 
 
 def profile_graph(
@@ -110,11 +118,14 @@ class _Profiler:
         self._cached_before = cached_before
         self.tensors = MetaTensors(graph)
         self._profiled: dict[Hashable, _ProfiledOp] = {}
+        self._producers = {name: op for op in graph.ops for name in op.outputs}
 
     def profile(self, op: Op) -> OpProfile:
         """Return the profile of ``op``; ops have to come in the graph's order."""
         if not isinstance(op.target, torch._ops.OpOverload):
             return self._run(op)
+        if op.target is ATTENTION and self._cached_before is not None:
+            return self._run(op)  # its profile depends on the op that makes its keys
         key = self._key(op)
         if key not in self._profiled:
             profile = self._run(op)
@@ -170,8 +181,17 @@ class _Profiler:
         else:
             profile = self._profile_of_run(op, inputs, outputs, args, saved, count.flops, inner_nbytes)
         if op.target is ATTENTION and self._cached_before is not None:
-            return with_kv_cache(profile, inputs, self._cached_before)
+            return with_kv_cache(profile, inputs, self._cached_before, op.kv_window, self._kv_heads(op))
         return profile
+
+    def _kv_heads(self, op: Op) -> int:
+        """Return the heads of keys before they were repeated for the heads of queries, as the cache has them."""
+        name = op.inputs[1]
+        keys = least = self._graph.values[name]
+        while (producer := self._producers.get(name)) is not None and producer.target_name in _REPEATS:
+            name = producer.inputs[0]
+            least = min(least, self._graph.values[name], key=lambda value: value.nbytes)
+        return keys.shape[1] * least.nbytes // keys.nbytes
 
     def _profile_of_run(
         self,

@@ -31,6 +31,12 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
         yield NO_LOSS_NOTE
     if run.job.phase == "prefill" and not module.has_kv_cache:
         yield "no key-value cache is counted: the model has none, or a cache of latents (MLA)."
+    windows = [op for op in traced.graph.ops if op.kv_window]
+    if windows:
+        yield (
+            f"{len(windows)} attention layers keep at most {max(op.kv_window or 0 for op in windows):,} tokens of each "
+            "sequence, as in transformers: an engine that keeps all tokens in all layers has a larger cache."
+        )
     if run.job.async_tp:
         yield ASYNC_TP_NOTE
     if run.job.fused_ops:
