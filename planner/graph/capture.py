@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.export._trace  # otherwise imported, slowly, at the first export
 import torch.fx
+import torch.fx.experimental._config
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
@@ -263,6 +264,13 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
 def _without_code_generation() -> Iterator[None]:
     """Within this context, torch.export is a third faster: it generates no Python code and records no stack traces."""
     with _use_lazy_graph_module(True), mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True):
+        yield
+
+
+@contextmanager
+def masks_select_all() -> Iterator[None]:
+    """Within this context, a mask on meta selects all elements: how many it selects is a matter of values."""
+    with mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True):
         yield
 
 

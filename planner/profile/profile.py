@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
+from planner.graph.capture import masks_select_all
 from planner.graph.op_graph import Op, OpGraph, Value
 from planner.graph.run_op import run_op
 from planner.model_rewrites import experts, fused_kernels
@@ -60,7 +61,7 @@ def profile_graph(
         compiles: whether fused ops run as one kernel each way; otherwise their formulas run step by step.
         shared_input_linears: whether linear layers that read the same tensor accumulate its gradient in their GEMMs.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), masks_select_all():
         profiler = _Profiler(graph, flash_attention, cached_before, compiles)
         profiles = {op.name: profiler.profile(op) for op in graph.ops}
     for name, sums in gradient_sums(graph, shared_input_linears=shared_input_linears).items():
