@@ -56,10 +56,10 @@ class NoSampleLoops(TorchFunctionMode):
         size = source.shape[kwargs.get("dim", args[at] if len(args) > at else 0)] if source.ndim else 0
         if at == 1:
             return size
-        given = args[1] if len(args) > 1 else next(iter(kwargs.values()))
-        if not isinstance(given, int):
-            return len(given)
-        return math.ceil(size / max(given, 1)) if name == "split" else given
+        given = args[1] if len(args) > 1 else next((value for key, value in kwargs.items() if key != "dim"), None)
+        if isinstance(given, int):
+            return math.ceil(size / max(given, 1)) if name == "split" else given
+        return len(given) if isinstance(given, (list, tuple)) else 0
 
     def _has_samples(self, tensor: torch.Tensor) -> bool:
         return any(size and size % self._batch == 0 for size in tensor.shape)

@@ -211,8 +211,8 @@ def find_fsdp_groups(
 ) -> tuple[FsdpGroup, ...]:
     """Return the kinds of blocks that can have FSDP groups.
 
-    A group's parameters are used once, inside their block. Blocks without a backward have none: ``fully_shard`` would
-    not free their parameters before the step ends.
+    A group's parameters are floating-point, and used once, inside their block. Blocks without a backward have none:
+    ``fully_shard`` would not free their parameters before the step ends.
     """
     graph = regions.graph
     home: dict[str, str] = {}
@@ -231,7 +231,8 @@ def find_fsdp_groups(
     counts_by_block: dict[str, Counter[int]] = defaultdict(Counter)
     for index, parameter in enumerate(parameters):
         blocks_of = [home.get(name, "") for name in parameter.values]
-        if not parameter.is_used_again and differentiable.issuperset(blocks_of):
+        is_floating = graph.values[parameter.values[0]].dtype.is_floating_point
+        if is_floating and not parameter.is_used_again and differentiable.issuperset(blocks_of):
             for block in blocks_of:
                 counts_by_block[block][index] += 1
     groups: list[FsdpGroup] = []

@@ -133,9 +133,10 @@ class Job:
     fused_projections: bool = False
     zigzag: bool = False
 
-    def stored_dtype(self, requires_grad: bool) -> str:
-        """Return the dtype in which a parameter is stored: frozen parameters need no master copy."""
-        return (self.training and requires_grad and self.master_dtype) or self.dtype
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype in which trained parameters are stored; frozen ones are stored in ``dtype``."""
+        return self.master_dtype or self.dtype
 
     def __post_init__(self) -> None:
         if self.phase != "training":

@@ -141,7 +141,7 @@ class FsdpGroupPricer:
         all-gather and the reduction have the same dtype size).
         """
         reduce_itemsize = self._reduce_itemsize
-        stored_itemsize = BYTES_PER_ELEMENT[self._run.job.stored_dtype(requires_grad=True)]
+        stored_itemsize = BYTES_PER_ELEMENT[self._run.job.stored_dtype]
         more_per_gradient = reduce_itemsize - stored_itemsize / self._ranks(axes)
         charge = {
             persistent("parameters"): float(group.count * sizes.gathered * itemsize),

@@ -92,28 +92,28 @@ class ParameterPricer:
 
     def state(self, value: Value, stored: Layout, count: int) -> Price:
         """Return the price of ``count`` stored parameters and their optimizer state, and of the optimizer's update."""
-        numel = value.nbytes // value.dtype.itemsize // split_factor(stored, self._run.mesh.shape) * count
-        job = self._run.job
-        trained, stored_dtype = job.training and value.requires_grad, job.stored_dtype(value.requires_grad)
+        job, split = self._run.job, split_factor(stored, self._run.mesh.shape)
+        if not (job.training and value.requires_grad):
+            return Price(charge={persistent("parameters"): float(value.nbytes // split * count)})
+        numel = value.nbytes // value.dtype.itemsize // split * count
+        stored_dtype = job.stored_dtype
         nbytes = parameter_state_bytes(
             numel,
             optimizer=job.optimizer,
             dtype=stored_dtype,
             master_dtype=stored_dtype,
             gradient_dtype=stored_dtype,
-            training=trained,
         )
         nbytes["gradients"] = 0  # `storage` and `reduce` price gradients, by layout and lifetime
         charge = {persistent(role): float(amount) for role, amount in nbytes.items()}
-        if trained:
-            # One fused kernel updates all parameters, so that no parameter pays for its launch.
-            charge[EXPOSED] = numel * optimizer_time_per_parameter_s(
-                device=self._run.cluster.device,
-                optimizer=job.optimizer,
-                dtype=stored_dtype,
-                master_dtype=stored_dtype,
-                gradient_dtype=stored_dtype,
-            )
+        # One fused kernel updates all parameters, so that no parameter pays for its launch.
+        charge[EXPOSED] = numel * optimizer_time_per_parameter_s(
+            device=self._run.cluster.device,
+            optimizer=job.optimizer,
+            dtype=stored_dtype,
+            master_dtype=stored_dtype,
+            gradient_dtype=stored_dtype,
+        )
         return Price(charge=charge)
 
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
@@ -122,7 +122,9 @@ class ParameterPricer:
         return numel * self._stored_itemsize(value)
 
     def _stored_itemsize(self, value: Value) -> int:
-        return BYTES_PER_ELEMENT[self._run.job.stored_dtype(value.requires_grad)]
+        job = self._run.job
+        trained = job.training and value.requires_grad
+        return BYTES_PER_ELEMENT[job.stored_dtype] if trained else value.dtype.itemsize
 
     def _gradients_of_backward(
         self, value: Value, option: StorageOption, count: int, gradients: Lifetime

@@ -142,14 +142,16 @@ def least_state_bytes(regions: RegionGraph, job: Job) -> float:
         slot.value.name: slot.value for region in regions.regions for slot in region.slots if slot.origin == "parameter"
     }
     for value in parameters.values():
-        stored_dtype = job.stored_dtype(value.requires_grad)
+        if not (job.training and value.requires_grad):
+            total += value.nbytes
+            continue
+        stored_dtype = job.stored_dtype
         state = parameter_state_bytes(
             value.nbytes // value.dtype.itemsize,
             optimizer=job.optimizer,
             dtype=stored_dtype,
             master_dtype=stored_dtype,
             gradient_dtype=stored_dtype,
-            training=job.training and value.requires_grad,
         )
         total += state["parameters"] + state["optimizer_state"]
     return float(total)

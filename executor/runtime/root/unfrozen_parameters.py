@@ -20,10 +20,8 @@ def refuse_unfrozen(module: nn.Module, narrowed: Collection[nn.Parameter]) -> No
     """
 
     def check(*unused: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        unfrozen = [name for name, p in module.named_parameters() if p in narrowed and p.requires_grad]
-        if unfrozen:
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in narrowed):
+            unfrozen = [name for name, p in module.named_parameters() if p in narrowed and p.requires_grad]
             dtype = module.get_parameter(unfrozen[0]).dtype
             raise PlanMismatchError(
                 f"{len(unfrozen)} parameters were frozen when the module was sharded, and are to be trained now: "
