@@ -167,8 +167,8 @@ def _shard(
     narrowed = place_parameters(
         resolved,
         src_data_rank=src_data_rank,
+        # What is not updated needs no copy in a wider dtype: in inference all parameters, in training the frozen ones.
         dtype=None if job.phase == "training" else resolved.compute_dtype,
-        # What is not updated needs no copy in a wider dtype.
         frozen_dtype=resolved.compute_dtype,
         values_from_source=from_source,
     )

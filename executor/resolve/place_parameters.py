@@ -33,8 +33,8 @@ def place_parameters(
         resolved: the resolved plan; its parameters are still plain.
         src_data_rank: index along each axis of the rank whose values are used. None: each rank slices its own values,
             without communication; then all ranks must hold the same values.
-        dtype: stored dtype of trained floating-point parameters; None: their own dtype.
-        frozen_dtype: that of frozen ones.
+        dtype: stored dtype of floating-point parameters; None: their own dtype.
+        frozen_dtype: stored dtype of frozen ones whose own dtype is wider; None: their own dtype.
         values_from_source: whether the source rank has values for all parameters, and other ranks may be on meta.
     """
     placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -45,7 +45,8 @@ def place_parameters(
             continue
         if parameter not in placed:
             values = _with_storage(parameter, resolved.device_mesh) if values_from_source else parameter.detach()
-            stored_dtype = dtype if parameter.requires_grad else frozen_dtype
+            is_wider = frozen_dtype is not None and parameter.dtype.itemsize > frozen_dtype.itemsize
+            stored_dtype = frozen_dtype if is_wider and not parameter.requires_grad else dtype
             mesh, layout = resolved.device_mesh, layouts.stored
             placed[parameter] = _placed(parameter, values, mesh, layout, src_data_rank, stored_dtype)
         layouts.owner.register_parameter(layouts.attribute, placed[parameter])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from planner.graph.op_graph import Op, OpGraph
+from planner.graph.op_graph import ATTENTION, Op, OpGraph
 from planner.liveness.structure import Structure
 from planner.pricing.run_spec import Run
 from planner.profile.op_profile import OpProfile
-from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel_work import is_causal
 
 ATTENTION_BACKWARD = 2.0

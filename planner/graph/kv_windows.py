@@ -6,12 +6,9 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
-from planner.graph.op_graph import OpGraph, build_digraph
-
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+from planner.graph.op_graph import ATTENTION, OpGraph, build_digraph
 
 
 def kv_windows(module: nn.Module) -> dict[str, int]:

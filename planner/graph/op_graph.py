@@ -81,6 +81,8 @@ class Crossing:
         return tuple(self.path.split(SAME_TENSOR))
 
 
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
 _OVERLOAD_NAMES: dict[int, tuple[torch._ops.OpOverload, str]] = {}
 
 

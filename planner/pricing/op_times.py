@@ -21,12 +21,11 @@ from cost_model.kernels.compute import stream_bytes_per_s
 from cost_model.kernels.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.kernels.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s, runs_one_by_one
 from cost_model.kernels.in_step import in_step
-from planner.graph.op_graph import Op, Value
+from planner.graph.op_graph import ATTENTION, Op, Value
 from planner.model_rewrites import experts, fused_kernels
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.techniques import AttentionKernel
 from planner.profile.op_profile import OpProfile
-from planner.profile.profile import ATTENTION
 from planner.strategies.axis_rule import Kernel
 from planner.strategies.context_parallel import may_split
 from planner.strategies.context_parallel_work import ContextParallelWork, is_causal

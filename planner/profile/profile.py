@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.graph.capture import masks_select_all
-from planner.graph.op_graph import Op, OpGraph, Value
+from planner.graph.op_graph import ATTENTION, Op, OpGraph, Value
 from planner.graph.run_op import run_op
 from planner.model_rewrites import experts, fused_kernels
 from planner.profile.dispatch_peak import NOTHING, OpRun, forward_peak, run_both_ways
@@ -33,7 +33,6 @@ from planner.profile.shared_input_linears import gradient_sums
 from planner.regions.regions import op_signature
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
 
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _REPEATS = frozenset(
     f"aten.{name}"
     for name in (

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from cost_model.hardware.devices import DeviceSpec
-from planner.graph.op_graph import Op, OpGraph
+from planner.graph.op_graph import ATTENTION, Op, OpGraph
 from planner.plan.job import Job
 from planner.plan.techniques import kernel_fault, no_kernel, raise_faults
-from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel import dropout_of
 
 _LARGEST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8

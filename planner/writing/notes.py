@@ -20,8 +20,8 @@ ASYNC_TP_NOTE = (
     "shard_module cannot run it; plan without the technique async-tp for a plan that it can."
 )
 SAMPLE_LOOP_NOTE = (
-    "the forward loops over its samples, so that only {count} micro-batches a step were planned: give micro_batches "
-    "for others."
+    "the forward loops over its samples, so that only plans with {count} micro-batch(es) a step were searched: give "
+    "micro_batches for another number."
 )
 
 

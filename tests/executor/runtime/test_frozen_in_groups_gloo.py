@@ -132,3 +132,17 @@ def test_frozen_parameters_are_stored_in_the_compute_dtype() -> None:
     for error, dtypes in run_on_gloo(run_in_bf16, 4):
         assert error <= 1e-2
         assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def run_stored_narrower(rank: int) -> set[torch.dtype]:
+    plan = planned(1, "forward")
+    model = adapted()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    shard_module(model, device_mesh_for(plan), plan)
+    return {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def test_frozen_parameters_in_a_narrower_dtype_keep_it() -> None:
+    assert run_on_gloo(run_stored_narrower, 4) == [{torch.bfloat16}] * 4
