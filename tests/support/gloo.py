@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import inspect
 import multiprocessing.connection
@@ -61,6 +62,7 @@ def run_on_gloo(
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             # A failing rank makes the others fail too, with less to say: the first to fail has the cause.
             failed = sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+            failed += [path for path in Path(folder).glob("crash-*") if path.stat().st_size]
             cause = f"{failed[0].name}:\n{failed[0].read_text()}" if failed else str(error)
             raise RankError(cause) from None
         # Our own pickles, written by the processes above.
@@ -164,6 +166,9 @@ def _initialize(rank: int, world_size: int, folder: str, timeout_s: float) -> No
 def _rank_main(
     rank: int, source: tuple[str, str, str], world_size: int, folder: str, timeout_s: float, call: bytes
 ) -> None:
+    # A process that dies of a signal leaves no traceback but this one.
+    crash = (Path(folder) / f"crash-{rank}").open("w")
+    faulthandler.enable(crash)
     _initialize(rank, world_size, folder, timeout_s)
     try:
         fn = _load(*source)
