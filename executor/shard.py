@@ -16,6 +16,7 @@ from executor.ops.attention_kernels import use_kernel
 from executor.ops.dispatch import OwnOps
 from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
+from executor.ops.opaque import run_opaque
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
 from executor.resolve.checks import check_member, check_source
@@ -193,6 +194,7 @@ def _shard(
     )
 
     replace_experts(module, redistributor)
+    run_opaque(module, resolved.opaque_modules, redistributor)
     if job.fused_ops:
         replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)

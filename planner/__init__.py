@@ -14,6 +14,7 @@ strategies/      the layouts in which each op can run
 regions/         ops that choose their layouts together; blocks
 wire/            a traced graph as JSON
 graph/           a module is traced to a graph
+counting/        FLOPs and live bytes of code that runs on meta tensors
 ilp/             the integer program and its solvers; knows no graph
 plan/            the plan, the job and the estimate as data
 model_rewrites/  modules that are replaced, for tracing and for running

@@ -219,6 +219,7 @@ class _Sessions:
                 phase=spec.phase,
                 fused_ops=form[0],
                 fused_projections=form[1],
+                opaque_modules=spec.opaque_modules,
             )
         return self._traced[form]
 

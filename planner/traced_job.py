@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Unpack
 
 from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
-from planner.errors import JobError
+from planner.errors import JobError, ModelError
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import (
     TracedModule,
@@ -33,6 +34,7 @@ from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pins
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
+from planner.run.unsupported_ops import unsupported_ops
 from planner.search.branch_and_bound import SearchSpec
 from planner.search.mesh_space import modes_of
 from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages
@@ -103,36 +105,52 @@ class TracedJob:
         else:
             if progress is not None:
                 progress(TRACING)
-            largest = self._batch // self._counts[0]
-            with gc_pause.paused(), self._clock.stage("trace_s"):
-                self._module = trace_at_batch(
-                    model,
-                    inputs,
-                    largest if len(self._counts) == 1 else None,
-                    self.job.dtype,
-                    spec.phase,
-                    largest=largest,
-                    fused_ops=spec.fused_ops,
-                    fused_projections=spec.fused_projections,
-                )
-            if not self._module.any_batch:
-                self._counts = self._counts[:1]
+            self._module = self._traced(model, spec.opaque_modules)
         check_kernel(self.job, self.cluster.device, self._module.graph)
         if tp_plan is not None and spec.fused_projections:
             tp_plan = styles_with_fused(tp_plan)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._analysis = ModelAnalysis.from_module(
-            self._module,
-            flash_attention=flash,
-            seq=spec.seq,
-            compiles=self.cluster.device.compiles,
-            zigzag=self.job.zigzag,
-        )
-        self._planner = RunPlanner(self._analysis, self.job, self.cluster, self._batch, self._clock)
+        self._planner = self._run_planner(flash)
+        unsupported = unsupported_ops(self._planner.model.base, self._planner.table)
+        if unsupported is not None and self.module is not None:
+            with suppress(ModelError):
+                # Modules with ops that DTensor does not run, not even on whole tensors, run as opaque modules.
+                patterns = [module for _, module, _ in unsupported.ops]
+                self._module = self._traced(self.module, [*spec.opaque_modules, *patterns])
+                self._planner = self._run_planner(flash)
         self._analysis = self._planner.model
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
         self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)
+
+    def _traced(self, model: nn.Module, opaque_modules: Sequence[str]) -> TracedModule:
+        """Return ``model`` traced for the job, whose numbers of micro-batches are then those that the graph serves."""
+        largest = self._batch // self._counts[0]
+        with gc_pause.paused(), self._clock.stage("trace_s"):
+            traced = trace_at_batch(
+                model,
+                self.inputs,
+                largest if len(self._counts) == 1 else None,
+                self.job.dtype,
+                self.spec.phase,
+                largest=largest,
+                fused_ops=self.spec.fused_ops,
+                fused_projections=self.spec.fused_projections,
+                opaque_modules=opaque_modules,
+            )
+        if not traced.any_batch:
+            self._counts = self._counts[:1]
+        return traced
+
+    def _run_planner(self, flash_attention: bool) -> RunPlanner:
+        analysis = ModelAnalysis.from_module(
+            self._module,
+            flash_attention=flash_attention,
+            seq=self.spec.seq,
+            compiles=self.cluster.device.compiles,
+            zigzag=self.job.zigzag,
+        )
+        return RunPlanner(analysis, self.job, self.cluster, self._batch, self._clock)
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.

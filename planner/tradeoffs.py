@@ -164,6 +164,7 @@ def sweep(
             dtype=spec.dtype,
             fused_ops=spec.fused_ops,
             fused_projections=spec.fused_projections,
+            opaque_modules=spec.opaque_modules,
         )
     sizes = []
     for part in parts:
@@ -305,6 +306,7 @@ def batches(
             dtype=spec.dtype,
             fused_ops=spec.fused_ops,
             fused_projections=spec.fused_projections,
+            opaque_modules=spec.opaque_modules,
         )
     sizes: list[BatchSize] = []
     batch = 1

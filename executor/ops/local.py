@@ -57,7 +57,7 @@ def run_local(
                 return NotImplemented
         outputs_on.append(outputs)
     local = {
-        position: run_function(_ContiguousGradient, tensor.to_local(grad_placements=_gradient(tensor, split_on)))
+        position: run_function(ContiguousGradient, tensor.to_local(grad_placements=_gradient(tensor, split_on)))
         for position, tensor in dtensors.items()
     }
     first = next(iter(dtensors.values()))
@@ -75,7 +75,7 @@ def run_local(
     return pytree.tree_unflatten(wrapped, result_structure)
 
 
-class _ContiguousGradient(torch.autograd.Function):
+class ContiguousGradient(torch.autograd.Function):
     """The identity; its gradient is contiguous, as DTensor takes it to be. That of a mean, for one, is expanded."""
 
     @staticmethod

@@ -34,7 +34,7 @@ def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         if layout in (None, redistributor.replicated):
             return NotImplemented
         result = function(_local(redistributor, input, layout), **kwargs)
-        return _reduced(redistributor, result / _pieces(redistributor, layout) if is_mean else result, layout)
+        return reduced(redistributor, result / pieces(redistributor, layout) if is_mean else result, layout)
 
     return run
 
@@ -65,10 +65,10 @@ def loss(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         if call["reduction"] == "none":
             return redistributor.of_pieces(result, layout)
         if call["reduction"] == "mean":
-            result = result / _pieces(redistributor, layout)
+            result = result / pieces(redistributor, layout)
         elif call["reduction"] == "batchmean":
-            result = result / _pieces(redistributor, layout, dim=0)
-        return _reduced(redistributor, result, layout)
+            result = result / pieces(redistributor, layout, dim=0)
+        return reduced(redistributor, result, layout)
 
     return run
 
@@ -97,7 +97,7 @@ def loss_of_classes(
         return redistributor.of_pieces(rows, layout)
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     totals = torch.stack([rows.sum(dtype=dtype), _weights(call, local).to(dtype)])
-    loss_sum, weights = _reduced(redistributor, totals, layout).unbind()
+    loss_sum, weights = reduced(redistributor, totals, layout).unbind()
     return (loss_sum / weights if call["reduction"] == "mean" else loss_sum).to(logits.dtype)
 
 
@@ -154,13 +154,13 @@ def _local(redistributor: Redistributor, tensor: torch.Tensor, layout: Layout) -
     return redistributor.to_layout(redistributor.as_dtensor(tensor), layout).to_local()
 
 
-def _pieces(redistributor: Redistributor, layout: Layout, dim: int | None = None) -> int:
+def pieces(redistributor: Redistributor, layout: Layout, dim: int | None = None) -> int:
     """Return the number of pieces of a tensor in ``layout``, along one dim or in all."""
     splits = (axis for axis, place in enumerate(layout) if place.is_shard(dim))
     return math.prod(map(redistributor.axis_size, splits))
 
 
-def _reduced(redistributor: Redistributor, local: torch.Tensor, layout: Layout) -> DTensor:
+def reduced(redistributor: Redistributor, local: torch.Tensor, layout: Layout) -> DTensor:
     """Return the sum of ``local`` over all axes on which ``layout`` is not replicated."""
     pending = tuple(place if place.is_replicate() else Partial() for place in layout)
     return redistributor.redistribute(redistributor.of_pieces(local, pending), redistributor.replicated)

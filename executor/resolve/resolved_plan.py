@@ -44,6 +44,7 @@ class ResolvedPlan:
         parameters: FQN -> layouts, for every name of every parameter that becomes a DTensor.
         boundaries: what hooks do to the arguments and results of modules.
         checkpointing: module FQN -> mode of activation checkpointing.
+        opaque_modules: FQN of an opaque module -> how it runs on samples, as text.
         fsdp_groups: groups of parameters that ``fully_shard`` all-gathers together; innermost modules first.
         sharders: module FQN -> the Sharder that replaces the module.
         compute_dtype: dtype of parameters at use.
@@ -55,6 +56,7 @@ class ResolvedPlan:
     parameters: Mapping[str, ParameterLayouts]
     boundaries: Boundaries
     checkpointing: Mapping[str, CheckpointingMode]
+    opaque_modules: Mapping[str, str]
     fsdp_groups: tuple[FsdpGroup, ...]
     sharders: Mapping[str, Sharder]
     compute_dtype: torch.dtype
@@ -115,6 +117,7 @@ def resolve_plan(
     checkpointing = resolve_keys(
         plan.activation_checkpointing, modules, field="activation_checkpointing", what="module"
     )
+    opaque_modules = resolve_keys(plan.opaque_modules, modules, field="opaque_modules", what="module")
     layouts_by_field = named_layouts(plan, parameters)
     check_layouts(parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan))
     layouts = resolve_parameters(
@@ -147,6 +150,7 @@ def resolve_plan(
         "zigzag": [*boundaries.zigzag_inputs, *boundaries.zigzag_outputs],
         "return_local_tensor": boundaries.local_outputs,
         "activation_checkpointing": checkpointing,
+        "opaque_modules": opaque_modules,
     }
     for field, names in names_by_field.items():
         check_outside_sharders(field, names, modules, sharder_names)
@@ -156,6 +160,7 @@ def resolve_plan(
         parameters=layouts,
         boundaries=boundaries,
         checkpointing=checkpointing,
+        opaque_modules=opaque_modules,
         fsdp_groups=fsdp_groups,
         sharders={fqn: sharders[name] for fqn, name in sharder_names.items()},
         compute_dtype=_DTYPES[plan.job.dtype],

@@ -374,6 +374,8 @@ def quiet_export() -> Iterator[None]:
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(least)
+        # torch.export prints the graph of a forward that it cannot finish.
+        stack.enter_context(mock.patch.object(torch.export._trace, "print", mock.Mock(), create=True))
         stack.enter_context(warnings.catch_warnings())
         # Recurrent layers keep their parameters in a list as well.
         warnings.filterwarnings("ignore", "The tensor attributes? .*_flat_weights", UserWarning)

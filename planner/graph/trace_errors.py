@@ -14,10 +14,22 @@ from planner.graph.capture import module_names
 
 def cannot_trace(module: nn.Module, export_error: Exception, fx_error: Exception) -> ModelError:
     """Return the error for a module that neither torch.export nor torch.fx captures; it names the submodule."""
+    fqn = _failing_module(module, export_error)
+    where = "" if fqn is None else f", in its module {fqn or '(root)'!r} ({type(module.get_submodule(fqn)).__name__})"
     return ModelError(
-        f"cannot trace {type(module).__name__}{_failing_module(module, export_error)}: "
+        f"cannot trace {type(module).__name__}{where}: "
         f"torch.export says {_reason(export_error)}; torch.fx says {_reason(fx_error)}.",
         what_to_do=_what_to_do(module, export_error),
+        module=fqn,
+    )
+
+
+def cannot_run(module: nn.Module, error: Exception) -> ModelError:
+    """Return the error for a forward that does not run on the meta device."""
+    return ModelError(
+        f"{type(module).__name__} does not run on these inputs on the meta device: {_reason(error)}.",
+        what_to_do=_what_to_do(module, error),
+        module=_failing_module(module, error),
     )
 
 
@@ -63,13 +75,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
 
 
-def _failing_module(module: nn.Module, error: BaseException) -> str:
-    """Return text that names the innermost submodule whose forward raised ``error``; "" if no forward did."""
+def _failing_module(module: nn.Module, error: BaseException) -> str | None:
+    """Return the FQN of the innermost submodule whose forward raised ``error``; None if no forward did."""
     names = module_names(module)
-    text, frame = "", error.__traceback__
+    found, frame = None, error.__traceback__
     while frame is not None:
-        owner = frame.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in names and frame.tb_frame.f_code.co_name == "forward":
-            text = f", in its module {names[owner] or '(root)'!r} ({type(owner).__name__})"
+        code = frame.tb_frame.f_code
+        owner = frame.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+        if isinstance(owner, nn.Module) and owner in names and code.co_name == "forward":
+            found = names[owner]
         frame = frame.tb_next
-    return text
+    return found

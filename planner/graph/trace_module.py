@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from planner.graph.example_inputs import (
 from planner.graph.from_fx import trace
 from planner.graph.kv_windows import kv_windows, with_kv_windows
 from planner.graph.op_graph import Op, OpGraph, with_results
+from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
 from planner.graph.trace_errors import scripted
 from planner.model_rewrites.cache_argument import without_cache
@@ -114,6 +115,7 @@ def trace_module(
     phase: JobPhase = "training",
     fused_ops: bool = False,
     fused_projections: bool = False,
+    opaque_modules: Iterable[str] = (),
 ) -> TracedModule:
     """Return the graph of ``module`` and the facts that planning needs; ``module`` may be on the meta device.
 
@@ -132,6 +134,7 @@ def trace_module(
             any batch.
         fused_ops: whether the jobs that the graph is for use fused ops, as in `planner.plan.job.Job`.
         fused_projections: whether they use fused projections.
+        opaque_modules: FQN patterns of modules that run as one op. Those that cannot be traced need not be named.
 
     Raises:
         PlannerError: the module cannot be traced, its inputs cannot be made, or it has no projections to fuse.
@@ -150,6 +153,7 @@ def trace_module(
         largest=largest,
         fused_ops=fused_ops,
         fused_projections=fused_projections,
+        opaque_modules=opaque_modules,
     )
 
 
@@ -209,6 +213,7 @@ def trace_at_batch(
     largest: int = 1,
     fused_ops: bool = False,
     fused_projections: bool = False,
+    opaque_modules: Iterable[str] = (),
 ) -> TracedModule:
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
@@ -216,12 +221,14 @@ def trace_at_batch(
 
     Raises:
         ModelError: the module cannot be traced, is TorchScript in part, or has no projections to fuse.
+        UnmatchedKeyError: no module matches a pattern of ``opaque_modules``.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise scripted(name)
     if fused_projections:
         module = with_fused_projections(module)
+    opaque = opaque_names(module, opaque_modules)
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     if fused_ops:
         fuse_ops(copy, TRACED_OPS)
@@ -233,10 +240,10 @@ def trace_at_batch(
         try:
             batch = TRACE_BATCH if micro_batch is None else micro_batch
             with NoSampleLoops(batch) if micro_batch is None else nullcontext():
-                graph = _traced(copy, typed, samples, batch)
+                graph = _traced(copy, typed, samples, batch, opaque)
         except SampleLoopError:
             batch = micro_batch = largest
-            graph = _traced(copy, typed, samples, batch)
+            graph = _traced(copy, typed, samples, batch, opaque)
     graph = with_results(graph, training=phase == "training")
     if phase == "training":
         _check_trainable(graph)
@@ -259,14 +266,27 @@ def trace_at_batch(
     )
 
 
-def _traced(module: nn.Module, inputs: ExampleInputs, samples: int, batch: int) -> OpGraph:
-    """Return the graph of ``module``, called with ``batch`` samples like the ``samples`` in ``inputs``."""
-    try:
+def _traced(
+    module: nn.Module, inputs: ExampleInputs, samples: int, batch: int, opaque: Collection[str] = ()
+) -> OpGraph:
+    """Return the graph of ``module``, called with ``batch`` samples like the ``samples`` in ``inputs``.
+
+    Args:
+        opaque: FQNs of the modules that are opaque in any case.
+    """
+
+    def traced() -> OpGraph:
         return trace(module, with_batch(inputs, samples, batch))
-    except ModelError:
-        if batch == samples:
-            raise
-        return trace(module, with_batch(inputs, samples, batch, in_later_dims=True))
+
+    if opaque:
+        return trace_with_opaque(module, inputs, samples, batch, traced, named=opaque)
+    try:
+        return traced()
+    except ModelError as error:
+        if batch != samples:
+            with suppress(ModelError):
+                return trace(module, with_batch(inputs, samples, batch, in_later_dims=True))
+        return trace_with_opaque(module, inputs, samples, batch, traced, error=error)
 
 
 def _check_trainable(graph: OpGraph) -> None:

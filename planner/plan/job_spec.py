@@ -200,6 +200,18 @@ class JobSpec(TechniqueFlags):
             limits={"ge": 1, "le": 3},
         ),
     )
+    opaque_modules: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            "A module that runs as one op, on whole tensors or on each rank's samples. Modules that cannot be traced "
+            "do so without being named. Repeat for more.",
+            heading=MESH,
+            flag="--opaque",
+            limits={"max_length": 100},
+            item_limits={"max_length": 1000},
+            in_requests=False,
+        ),
+    )
     executable_only: bool = field(
         default=True,
         metadata=_about(
@@ -282,6 +294,7 @@ class JobOptions(TypedDict, total=False):
     pins: Sequence[str]
     data_axes: Sequence[str]
     axes: int
+    opaque_modules: Sequence[str]
     executable_only: bool
     tolerance: float
     time_limit_s: float | None

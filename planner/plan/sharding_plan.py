@@ -64,6 +64,7 @@ _MAPPINGS = (
     "input_plan",
     "output_plan",
     "activation_checkpointing",
+    "opaque_modules",
 )
 """Fields whose keys are FQN patterns."""
 _LISTS = ("keep_gathered", "keep_gathered_for_step", "return_local_tensor")
@@ -102,6 +103,8 @@ class ShardingPlan:
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         activation_checkpointing: modules -> "full" or "selective".
         local_ops: names of ops (torch functions) that each rank runs on its local tensors, as DTensor has no rule.
+        opaque_modules: modules that run as one op, since they cannot be traced -> how they run on each rank's samples
+            (`planner.model_rewrites.opaque_op.SampleSplit`); "" where they run on whole tensors only.
         micro_batches: number of them in a step; gradients accumulate over them.
         zigzag: the zigzag token order that context parallelism uses; None: natural order.
         pipeline: the stages that the model is cut into. The mesh then has an outermost axis "pp", and layouts are on
@@ -135,6 +138,7 @@ class ShardingPlan:
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     local_ops: tuple[str, ...] = ()
+    opaque_modules: Mapping[str, str] = field(default_factory=dict)
     micro_batches: int = 1
     zigzag: ZigzagOrder | None = None
     pipeline: Pipeline | None = None
@@ -284,6 +288,7 @@ class ShardingPlan:
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "local_ops": list(self.local_ops),
+            "opaque_modules": dict(self.opaque_modules),
             "micro_batches": self.micro_batches,
             "zigzag": None if self.zigzag is None else dataclasses.asdict(self.zigzag),
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),

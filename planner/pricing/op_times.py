@@ -22,7 +22,7 @@ from cost_model.kernels.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.kernels.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s, runs_one_by_one
 from cost_model.kernels.in_step import in_step
 from planner.graph.op_graph import ATTENTION, Op, Value
-from planner.model_rewrites import experts, fused_kernels
+from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.techniques import AttentionKernel
 from planner.profile.op_profile import OpProfile
@@ -153,6 +153,8 @@ class OpTimes:
         if op.target_name == experts.OP_NAME:
             backward = profile.backward_flops > 0
             return self._experts(local.inputs, local.shapes, local.dtype, backward, local.exchange_ranks)
+        if op.target_name == opaque_op.OP_NAME:
+            return self._opaque(local)
         if profile.flops > 0 and op.target is ATTENTION:
             return self._cached_attention(local) if profile.cached_tokens else self._attention(local)
         shape = gemm_shape(op.target_name, local.shapes, local.output_shape) if profile.flops > 0 else None
@@ -345,6 +347,13 @@ class OpTimes:
         return OpTime(reading_s + writing_s, 0.0)
 
     # --- other ops -----------------------------------------------------------------------------------------------
+
+    def _opaque(self, local: LocalOp) -> OpTime:
+        """Return the seconds of an opaque module: its matrix multiplications, and after them all other ops."""
+        profile = local.profile
+        gemms = self._roofline(local._replace(profile=dataclasses.replace(profile, nbytes=0, backward_nbytes=0)))
+        others = self._roofline(local._replace(profile=dataclasses.replace(profile, flops=0.0, backward_flops=0.0)))
+        return OpTime(gemms.forward_s + others.forward_s, gemms.backward_s + others.backward_s)
 
     def _roofline(self, local: LocalOp) -> OpTime:
         """Return the seconds of an op by the roofline of its FLOPs and bytes."""

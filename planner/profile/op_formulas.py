@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from planner.counting.live_bytes import NOTHING, Dispatched
 from planner.graph.op_graph import Op, Value
-from planner.model_rewrites import experts, fused_kernels
-from planner.profile.dispatch_peak import NOTHING, Dispatched, OpRun, run_fused
+from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.profile.dispatch_peak import OpRun, run_fused
 from planner.profile.meta_tensors import MetaTensors
 from planner.profile.op_profile import OpProfile
 
@@ -147,4 +148,26 @@ def experts_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: Met
         backward_extra_nbytes=work.backward_rise_nbytes if backward else 0,
         forward_dispatched=Dispatched(crossing, work.forward_nbytes),
         backward_dispatched=Dispatched(crossing, work.backward_nbytes) if backward else NOTHING,
+    )
+
+
+def opaque_profile(op: Op, inputs: Sequence[Value], outputs: Sequence[Value], tensors: MetaTensors) -> OpProfile:
+    """Return the profile of the call of an opaque module, whose costs are among the op's arguments."""
+    costs = opaque_op.costs_of(op.args)
+    for name, output in zip(op.outputs, outputs, strict=True):
+        tensors.add_result(name, output)
+    backward = any(output.requires_grad for output in outputs)
+    saved = tuple(dict.fromkeys(tensors.root[op.inputs[position]] for position in op.args[6]))
+    return OpProfile(
+        flops=float(costs.flops),
+        backward_flops=float(costs.backward_flops) if backward else 0.0,
+        nbytes=costs.nbytes,
+        backward_nbytes=costs.backward_nbytes if backward else 0,
+        saved=saved if backward else (),
+        saved_extra_nbytes=costs.saved_nbytes if backward else 0,
+        cached_extra_nbytes=0,
+        forward_peak_nbytes=0,
+        backward_extra_nbytes=costs.rise_nbytes if backward else 0,
+        forward_dispatched=Dispatched(costs.ops, costs.nbytes),
+        backward_dispatched=Dispatched(costs.backward_ops, costs.backward_nbytes) if backward else NOTHING,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.profile.dispatch_peak import NOTHING, Dispatched
+from planner.counting.live_bytes import NOTHING, Dispatched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

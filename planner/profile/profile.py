@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
+from planner.counting.flop_count import FlopCount
+from planner.counting.live_bytes import NOTHING
 from planner.graph.capture import masks_select_all
 from planner.graph.op_graph import ATTENTION, Op, OpGraph, Value
 from planner.graph.run_op import run_op
-from planner.model_rewrites import experts, fused_kernels
-from planner.profile.dispatch_peak import NOTHING, OpRun, forward_peak, run_both_ways
-from planner.profile.flop_count import FlopCount
+from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.profile.dispatch_peak import OpRun, forward_peak, run_both_ways
 from planner.profile.meta_tensors import MetaTensors, ResultLayout
 from planner.profile.op_formulas import (
     cross_entropy_run,
@@ -26,6 +27,7 @@ from planner.profile.op_formulas import (
     flash_attention_profile,
     flash_result,
     fused_op_profile,
+    opaque_profile,
     with_kv_cache,
 )
 from planner.profile.op_profile import GraphProfile, OpProfile
@@ -160,6 +162,8 @@ class _Profiler:
         outputs = [self._graph.values[name] for name in op.outputs]
         if op.target_name == experts.OP_NAME:
             return experts_profile(op, inputs, outputs[0], self.tensors)
+        if op.target_name == opaque_op.OP_NAME:
+            return opaque_profile(op, inputs, outputs, self.tensors)
         if op.target_name in fused_kernels.NAMES:
             return fused_op_profile(op, inputs, outputs[0], self.tensors, self._compiles)
         saved, args = _Saved(), [self.tensors.tensor(name) for name in op.inputs]

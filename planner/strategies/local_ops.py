@@ -17,11 +17,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, OpGraph, Ref, Value, build_digraph
 from planner.graph.run_op import run_op
 from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
+from planner.model_rewrites.opaque_op import OP_NAME, SAMPLES, SampleSplit
 from planner.regions.regions import op_signature
-from planner.strategies.axis_rule import AxisRule
+from planner.strategies.axis_rule import AxisRule, InnerCollective
 
 R = Replicate()
 
@@ -123,3 +125,58 @@ def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None
         return run_op(trial, tensors)
 
     return split_outputs(run, [value.shape for value in inputs], [value.dtype for value in inputs], dims)
+
+
+def opaque_splits(graph: OpGraph) -> dict[str, str]:
+    """Return FQN of an opaque module -> how it runs on samples, as text."""
+    return {graph.calls[op.call].fqn: str(op.args[7]) for op in graph.ops if op.target_name == OP_NAME}
+
+
+def opaque_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    """Return the rules of the call of an opaque module.
+
+    On each rank's samples, the gradient of what is whole, such as a parameter, is a sum over the ranks.
+    """
+    split = _sample_split(op)
+    count = len(split.outputs) if split else len(op.outputs)
+    rules = [_opaque_rule(inputs, [R] * len(inputs), [R] * count, R)]
+    if split:
+        places = [Shard(0) if place == SAMPLES else R for place in split.inputs]
+        parameters = [R] * (len(inputs) - len(places))
+        results = [Shard(0) if place == SAMPLES else R for place in split.outputs]
+        rules.append(_opaque_rule(inputs, [*places, *parameters], results, Partial()))
+    return rules
+
+
+def _opaque_rule(
+    inputs: Sequence[Value], places: Sequence[Placement], results: Sequence[Placement], whole: Placement
+) -> AxisRule:
+    return AxisRule(
+        inputs=tuple(None if v.kind == "plain" else place for v, place in zip(inputs, places, strict=True)),
+        outputs=tuple(results),
+        output_gradients=tuple(results),
+        input_gradients=tuple(
+            (whole if place == R else place) if value.requires_grad else None
+            for value, place in zip(inputs, places, strict=True)
+        ),
+    )
+
+
+def opaque_collectives(
+    op: Op, layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> tuple[InnerCollective, ...]:
+    """Return the all-reduces of the numbers among an opaque module's results, over each axis that splits samples."""
+    split = _sample_split(op)
+    if split is None:
+        return ()
+    return tuple(
+        InnerCollective(kind="all_reduce", axis=axis, nbytes=getattr(torch, dtype).itemsize)
+        for place, dtype in zip(split.outputs, str(op.args[3]).split(), strict=True)
+        if place != SAMPLES
+        for axis, size in enumerate(mesh_shape)
+        if size > 1 and any(layout is not None and layout[axis] == Shard(0) for layout in layouts)
+    )
+
+
+def _sample_split(op: Op) -> SampleSplit | None:
+    return SampleSplit.parse(str(op.args[7]))

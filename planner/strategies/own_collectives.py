@@ -8,9 +8,10 @@ from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout, shard_counts, split_factor
 from planner.graph.op_graph import Op, Value, writes_plain
-from planner.model_rewrites import experts, fused_kernels
+from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel, reduction_rules
 from planner.strategies.axis_rule import InnerCollective
+from planner.strategies.local_ops import opaque_collectives
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
 
@@ -23,6 +24,8 @@ def inner_collectives(
         return context_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
     if name == experts.OP_NAME:
         return expert_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
+    if name == opaque_op.OP_NAME:
+        return opaque_collectives(op, layouts, mesh_shape)
     if writes_plain(op, inputs):
         return buffer_updates.write_collectives(inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
     if name == buffer_updates.BATCH_NORM:

@@ -17,6 +17,8 @@ each expert.
 (`planner.model_rewrites.fused_kernels`). The rules shard every dim except the dim that a norm reduces or a rotation
 pairs. The rules of the loss are those of `cross_entropy_loss`.
 
+`shardplan.opaque`  Modules that cannot be traced, and local ops (`planner.strategies.local_ops`).
+
 `batch_norm`, `instance_norm`, writes to buffers  DTensor loses the writes, or refuses them
 (`planner.strategies.buffer_updates`).
 
@@ -33,11 +35,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value, writes_plain
-from planner.model_rewrites import experts, fused_kernels
+from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel
 from planner.strategies import reduction_rules as reductions
 from planner.strategies.axis_rule import AxisRule
-from planner.strategies.local_ops import local_rules
+from planner.strategies.local_ops import local_rules, opaque_rules
 
 R = Replicate()
 P = Partial()
@@ -309,6 +311,7 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
     experts.OP_NAME: _experts,
+    opaque_op.OP_NAME: opaque_rules,
     fused_kernels.RMS_NORM: _rms_norm,
     fused_kernels.GATED: _gated,
     fused_kernels.GATED_PAIRS: _gated_pairs,

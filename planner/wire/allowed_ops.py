@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from planner.model_rewrites import experts, fused_kernels
+from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.wire.schemas import computes_tensors
 
 _POINTWISE: Final = """
@@ -84,7 +84,7 @@ ALLOWED: Final = frozenset(
     for name in family.split()
 ) | {
     *(f"prims.{name}" for name in _PRIMS.split()),
-    *(name.removesuffix(".default") for name in (experts.OP_NAME, *fused_kernels.NAMES)),
+    *(name.removesuffix(".default") for name in (experts.OP_NAME, opaque_op.OP_NAME, *fused_kernels.NAMES)),
 }
 """Names of ops, without overloads. The in-place variant of each op (``add_``) is allowed as well."""
 

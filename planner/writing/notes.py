@@ -13,6 +13,8 @@ from planner.plan.ports import PortSpec, ports_of
 from planner.pricing.run_spec import Run
 from planner.profile.shared_input_linears import gradient_sums
 from planner.run.model_analysis import ModelAnalysis
+from planner.strategies.local_ops import opaque_splits
+from planner.writing.fqn_entries import fold_names
 from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
 ASYNC_TP_NOTE = (
@@ -22,6 +24,12 @@ ASYNC_TP_NOTE = (
 SAMPLE_LOOP_NOTE = (
     "the forward loops over its samples, so that only plans with {count} micro-batch(es) a step were searched: give "
     "micro_batches for another number."
+)
+
+
+OPAQUE_NOTE = (
+    "run as one op, since a trace cannot look into them or they were named: {names}. They are not split but by "
+    "samples, and not where it says whole; what depends on values is priced with random ones."
 )
 
 
@@ -37,6 +45,10 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
             f"{len(windows)} attention layers keep at most {max(op.kv_window or 0 for op in windows):,} tokens of each "
             "sequence, as in transformers: an engine that keeps all tokens in all layers has a larger cache."
         )
+    splits = fold_names(opaque_splits(traced.graph), module.names.modules)
+    if splits:
+        opaque = (f"{name or 'the whole model'}{'' if split else ' (whole)'}" for name, split in splits.items())
+        yield OPAQUE_NOTE.format(names=", ".join(opaque))
     if run.job.async_tp:
         yield ASYNC_TP_NOTE
     if run.job.fused_ops:

@@ -180,7 +180,13 @@ def open_for_pricing(
     with clock.stage("trace_s"):
         micro_batch = batch // plan.micro_batches
         module = trace_at_batch(
-            model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused_ops=plan.job.fused_ops
+            model,
+            inputs,
+            micro_batch,
+            plan.job.dtype,
+            plan.job.phase,
+            fused_ops=plan.job.fused_ops,
+            opaque_modules=plan.opaque_modules,
         )
     check_kernel(plan.job, cluster.device, module.graph)
     # A plan written by hand may re-all-gather an input although its job does not ask for it.

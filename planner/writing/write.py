@@ -14,7 +14,7 @@ from planner.run.run_planner import RunPlanner
 from planner.run.run_results import Candidate
 from planner.search.branch_and_bound import SearchResult
 from planner.search.pipeline.stage_planners import PlannedPipeline, listed_blocks
-from planner.strategies.local_ops import local_names
+from planner.strategies.local_ops import local_names, opaque_splits
 from planner.writing.fqn_entries import decision_entries, fold_names
 from planner.writing.notes import with_reallgather_note
 from planner.writing.pipeline import pipeline_entries
@@ -48,6 +48,7 @@ def write_plan(
         **entries.by_field(),
         activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
         local_ops=local_names(candidate.structure.regions.graph),
+        opaque_modules=fold_names(opaque_splits(candidate.structure.regions.graph), module.names.modules),
         micro_batches=run.micro_batches,
         zigzag=order,
         estimate=candidate.estimate,

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from executor.torch_internals.dtensor import local_of, make_dtensor
-from planner.profile.dispatch_peak import LiveBytesMode
+from planner.counting.live_bytes import LiveBytesMode
 
 
 class LiveBytes(LiveBytesMode):

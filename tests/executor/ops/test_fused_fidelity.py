@@ -18,9 +18,9 @@ from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals.dtensor import compiled, fake_process_group, make_dtensor
 from executor.verify import verify
 from planner import PlanningSession
+from planner.counting.flop_count import FlopCount
 from planner.model_rewrites import fused_kernels
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
-from planner.profile.flop_count import FlopCount
 
 BATCH = 8
 MESHES = ("dp=2,tp=2", "dp=1,tp=4")

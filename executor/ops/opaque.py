@@ -1,0 +1,216 @@
+"""Opaque modules: their own forward runs on whole local tensors, or on this rank's samples.
+
+Rules: ``planner.strategies.local_ops.opaque_rules``. The gradient of a parameter, or of another tensor that is whole,
+is a sum over the ranks that have different samples.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from cost_model.layouts.layout import Layout, format_layout
+from executor.ops.local import ContiguousGradient
+from executor.ops.reductions import pieces, reduced
+from executor.redistribute import Redistributor
+from executor.torch_internals.dtensor import run_function, storage_key
+from executor.torch_internals.random import random_region
+from planner.errors import PlanLayoutError
+from planner.model_rewrites.assumed_values import AssumedValues
+from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SampleSplit, tensors_in
+
+
+def run_opaque(module: nn.Module, splits: Mapping[str, str], redistributor: Redistributor) -> None:
+    """Replace the forward of each opaque module in ``module``.
+
+    Args:
+        splits: FQN -> `SampleSplit` as text; "" where it runs on whole tensors only.
+    """
+    for fqn, text in splits.items():
+        part = module.get_submodule(fqn)
+        forward = _OpaqueForward(fqn, part, SampleSplit.parse(text), redistributor)
+        part.forward = functools.wraps(part.forward)(forward)
+
+
+class _OpaqueForward:
+    """The forward of an opaque module."""
+
+    def __init__(self, fqn: str, module: nn.Module, split: SampleSplit | None, redistributor: Redistributor) -> None:
+        self._fqn, self._module, self._split, self._redistributor = fqn, module, split, redistributor
+        self._forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = tensors_in(leaves)
+        parameters: list[Any] = [p for part in self._module.modules() for p in part._parameters.values()]
+        if not any(isinstance(tensor, DTensor) for tensor in (*tensors, *parameters)):
+            return self._forward(*args, **kwargs)
+        by_samples = self._sample_axes(tensors)
+        places = self._split.inputs if self._split is not None and by_samples else ("",) * len(tensors)
+        if len(places) != len(tensors):
+            raise PlanLayoutError(
+                f"{self._fqn or 'the root module'} is called with {len(tensors)} tensors, and was planned with "
+                f"{len(places)}.",
+                what_to_do="Call it as in the example inputs, or plan with the arguments that it gets.",
+            )
+        given = iter([
+            self._local(tensor, place == SAMPLES, by_samples) for tensor, place in zip(tensors, places, strict=True)
+        ])  # fmt: skip
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        local_args, local_kwargs = pytree.tree_unflatten(filled, structure)
+        layout = tuple(Shard(0) if axis in by_samples else Replicate() for axis in range(self._axes))
+        with self._local_parameters(by_samples) as local_parameters:
+            if any(tensor is not None and tensor.is_meta for tensor in (*tensors, *parameters)):
+                output = self._on_meta(local_args, local_kwargs, [*tensors_in(filled), *local_parameters])
+            else:
+                with random_region(layout):
+                    output = self._forward(*local_args, **local_kwargs)
+                if by_samples:
+                    output = _with_gradients(output, local_parameters)
+        return self._wrapped(output, layout)
+
+    @property
+    def _axes(self) -> int:
+        return len(self._redistributor.replicated)
+
+    def _sample_axes(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Return the mesh axes on which the arguments are split by samples.
+
+        Raises:
+            PlanLayoutError: the arguments have other layouts than a plan gives them.
+        """
+        axes: set[int] = set()
+        places = self._split.inputs if self._split is not None else ()
+        for index, tensor in enumerate(tensors):
+            if not isinstance(tensor, DTensor):
+                continue
+            may_split = index < len(places) and places[index] == SAMPLES
+            for axis, placement in enumerate(tensor.placements):
+                if placement == Shard(0) and may_split:
+                    axes.add(axis)
+                elif not placement.is_replicate() and self._redistributor.axis_size(axis) > 1:
+                    raise PlanLayoutError(
+                        f"{self._fqn or 'the root module'} is opaque, and gets a tensor in "
+                        f"{format_layout(tuple(tensor.placements))}.",
+                        what_to_do="Give it whole tensors, or plan the model with build_plan.",
+                    )
+        return frozenset(axes)
+
+    def _local(self, tensor: torch.Tensor, is_split: bool, by_samples: frozenset[int]) -> torch.Tensor:
+        """Return this rank's part of an argument or a parameter."""
+        placements = tuple(Shard(0) if is_split and axis in by_samples else Replicate() for axis in range(self._axes))
+        if not isinstance(tensor, DTensor):
+            if placements == self._redistributor.replicated:
+                return tensor
+            tensor = self._redistributor.as_dtensor(tensor)
+        if tuple(tensor.placements) != placements:
+            tensor = self._redistributor.to_layout(tensor, placements)
+        gradient: Layout = tuple(
+            Partial() if axis in by_samples and not is_split else place for axis, place in enumerate(placements)
+        )
+        local: torch.Tensor = run_function(ContiguousGradient, tensor.to_local(grad_placements=gradient))
+        return local
+
+    @contextmanager
+    def _local_parameters(self, by_samples: frozenset[int]) -> Iterator[list[torch.Tensor]]:
+        """Within this context, the module has its parameters as local tensors."""
+        local: dict[Any, torch.Tensor] = {}
+        slots: list[tuple[nn.Module, str, Any]] = [
+            (part, name, parameter)
+            for part in self._module.modules()
+            for name, parameter in part._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+        for part, name, parameter in slots:
+            if parameter not in local:
+                local[parameter] = self._local(parameter, False, by_samples)
+            part._parameters[name] = cast(nn.Parameter, local[parameter])
+        try:
+            yield list(local.values())
+        finally:
+            for part, name, parameter in slots:
+                part._parameters[name] = parameter
+
+    def _on_meta(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return results without values, which depend on all of ``tensors``; autograd saves what the forward saves."""
+        storages: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storages.add(storage_key(tensor))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), AssumedValues():
+            output = self._forward(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(output)
+        saved = [storage_key(tensor) in storages for tensor in tensors]
+        results = iter(run_function(_FromAll, tensors_in(leaves), saved, *tensors))
+        filled = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(filled, structure)
+
+    def _wrapped(self, output: Any, layout: Layout) -> Any:
+        """Return the local results as DTensors: split by samples, or reduced to whole numbers."""
+        places = iter(self._split.outputs if self._split is not None and Shard(0) in layout else ())
+
+        def wrap(result: torch.Tensor) -> torch.Tensor:
+            place = next(places, None)
+            if place is None:
+                return self._redistributor.of_pieces(result, self._redistributor.replicated)
+            if place == SAMPLES:
+                return self._redistributor.of_pieces(result, layout)
+            return reduced(
+                self._redistributor, result / pieces(self._redistributor, layout) if place == MEAN else result, layout
+            )
+
+        return pytree.tree_map_only(torch.Tensor, wrap, output)
+
+
+def _with_gradients(output: Any, parameters: Sequence[torch.Tensor]) -> Any:
+    """Return ``output``, whose backward gives each of ``parameters`` a gradient.
+
+    A rank whose samples do not use a parameter, such as that of an expert, takes part in its reduction with zeros.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    leaves, structure = pytree.tree_flatten(output)
+    first = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+    if trained and first is not None and torch.is_grad_enabled():
+        leaves[first] = run_function(_WithGradients, leaves[first], *trained)
+    return pytree.tree_unflatten(leaves, structure)
+
+
+class _WithGradients(torch.autograd.Function):
+    """The identity of a tensor; the gradient of other tensors is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype) for other in others]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(gradient.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.others)
+
+
+class _FromAll(torch.autograd.Function):
+    """Returns ``results``, on the meta device, as if they were computed from all other tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: list[torch.Tensor], saved: list[bool], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*(tensor for tensor, is_saved in zip(tensors, saved, strict=True) if is_saved))
+        ctx.like = [(t.shape, t.dtype) for t in tensors]
+        copies = tuple(torch.empty_like(result) for result in results)
+        ctx.mark_non_differentiable(*(c for c in copies if not (c.is_floating_point() or c.is_complex())))
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018  what is not saved but computed again, is computed now
+        return None, None, *(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.like)

@@ -1,0 +1,5 @@
+"""What runs inside a context, counted: FLOPs, live bytes, dispatched ops.
+
+FLOPs                                     flop_count.FlopCount
+live bytes, dispatched ops, bytes moved   live_bytes.LiveBytesMode
+"""

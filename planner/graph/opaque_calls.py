@@ -1,0 +1,186 @@
+"""`opaque_calls`: what the calls of opaque modules return and cost, from a forward of the model on the meta device.
+
+What depends on values has assumed ones (`planner.model_rewrites.assumed_values`). Two forwards, with two and with three
+samples, show what grows with the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.counting.flop_count import FlopCount
+from planner.counting.live_bytes import LiveBytesMode
+from planner.errors import ModelError
+from planner.graph.capture import ExampleInputs
+from planner.graph.example_inputs import with_batch
+from planner.graph.sample_splits import RunnableCall, sample_split
+from planner.model_rewrites.assumed_values import AssumedValues
+from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts, tensors_in
+
+_FEW, _MORE = 2, 3
+"""Numbers of samples of the two forwards."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """One call in one forward: its arguments and its result, with meta tensors, its costs, and what autograd saves."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    costs: OpaqueCosts
+    saved: frozenset[int]
+
+
+def opaque_calls(
+    module: nn.Module, opaque: Collection[nn.Module], inputs: ExampleInputs, samples: int, batch: int
+) -> dict[nn.Module, list[OpaqueCall]]:
+    """Return opaque module -> its calls in one forward of ``module`` with ``batch`` samples.
+
+    Args:
+        module: on the meta device; it is not changed.
+        opaque: submodules of it.
+        inputs: arguments of the forward.
+        samples: samples in ``inputs``.
+        batch: samples of the calls that are returned.
+
+    Raises:
+        ModelError: the sizes of a result do not grow with the batch.
+    """
+    few, more = (_recorded(module, opaque, with_batch(inputs, samples, count)) for count in (_FEW, _MORE))
+    calls: dict[nn.Module, list[OpaqueCall]] = {}
+    for part in opaque:
+        if len(few[part]) != len(more[part]):
+            raise ModelError(f"{type(part).__name__} is called once for each sample.")
+        pairs = list(zip(few[part], more[part], strict=True))
+        calls[part] = [_at_batch(part, first, second, batch) for first, second in pairs]
+    return {part: each for part, each in calls.items() if each}
+
+
+def _recorded(
+    module: nn.Module, opaque: Collection[nn.Module], inputs: ExampleInputs
+) -> dict[nn.Module, list[_Recorded]]:
+    """Return opaque module -> its calls in a forward of ``module``."""
+    recorded: dict[nn.Module, list[_Recorded]] = {part: [] for part in opaque}
+    with ExitStack() as stack:
+        for part in opaque:
+            part.__dict__["forward"] = _RecordingForward(part, recorded[part])
+            stack.callback(part.__dict__.pop, "forward", None)
+        stack.enter_context(AssumedValues())
+        module(*inputs.args, **inputs.kwargs)
+    return recorded
+
+
+class _RecordingForward:
+    """The forward of a module, which records what each call takes, returns and costs."""
+
+    def __init__(self, module: nn.Module, recorded: list[_Recorded]) -> None:
+        self._module, self._forward, self._recorded = module, module.forward, recorded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
+            given = iter(tensors)
+            filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            run_args, run_kwargs = pytree.tree_unflatten(filled, structure)
+            return self._forward(*run_args, **run_kwargs)
+
+        output, costs, saved = _measured(run, tensors_in(leaves), list(self._module.parameters()))
+        self._recorded.append(_Recorded(args=args, kwargs=kwargs, output=output, costs=costs, saved=saved))
+        return output
+
+
+def _measured(
+    run: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> tuple[Any, OpaqueCosts, frozenset[int]]:
+    """Return the result of ``run`` on ``tensors``, what it costs, and the positions of what autograd saves."""
+    output = run(tensors)
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate((*leaves, *parameters))}
+    saved: dict[int, torch.UntypedStorage] = {}
+    saved_positions: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata in positions:
+            saved_positions.add(positions[storage._cdata])
+        else:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.enable_grad(), LiveBytesMode() as live, FlopCount() as count:
+        for leaf in leaves:
+            live.ignore(leaf)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = [result for result in tensors_in(run(leaves)) if result.requires_grad]
+        forward, flops, saved_nbytes = live.dispatched(), count.flops, sum(s.nbytes() for s in saved.values())
+        saved.clear()
+        wanted = [tensor for tensor in (*leaves, *parameters) if tensor.requires_grad]
+        if not results or not wanted:
+            return output, OpaqueCosts(int(flops), 0, forward.nbytes, 0, 0, 0, forward.ops, 0), frozenset()
+        before = live.peak = live.now
+        gradients = torch.autograd.grad(results, wanted, [torch.empty_like(r) for r in results], allow_unused=True)
+        returned = sum(gradient.untyped_storage().nbytes() for gradient in gradients if gradient is not None)
+        backward = live.dispatched(forward)
+    costs = OpaqueCosts(
+        flops=int(flops),
+        backward_flops=int(count.flops - flops),
+        nbytes=forward.nbytes,
+        backward_nbytes=backward.nbytes,
+        saved_nbytes=saved_nbytes,
+        rise_nbytes=max(int(live.peak - before) - returned, 0),
+        ops=forward.ops,
+        backward_ops=backward.ops,
+    )
+    return output, costs, frozenset(saved_positions)
+
+
+def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) -> OpaqueCall:
+    """Return a call with ``batch`` samples."""
+    results = [
+        torch.empty(_scaled(small.shape, large.shape, batch), dtype=small.dtype, device="meta")
+        for small, large in zip(tensors_in(few.output), tensors_in(more.output), strict=True)
+    ]
+    given = iter(results)
+    output = pytree.tree_map_only(torch.Tensor, lambda _: next(given), few.output)
+    growth = [max(more_cost - few_cost, 0) for few_cost, more_cost in zip(few.costs, more.costs, strict=True)]
+    fixed = [max(cost - _FEW * slope, 0) for cost, slope in zip(few.costs, growth, strict=True)]
+    call = RunnableCall(
+        module=module,
+        args=(few.args, few.kwargs),
+        sizes=tuple((small.shape, large.shape) for small, large in _pairs(few, more)),
+        flops=few.costs.flops,
+    )
+    return OpaqueCall(
+        output=output,
+        per_sample=OpaqueCosts(*(slope * batch for slope in growth)),
+        fixed=OpaqueCosts(*fixed),
+        saved=tuple(sorted(few.saved | more.saved)),
+        split=sample_split(call, _FEW),
+    )
+
+
+def _pairs(few: _Recorded, more: _Recorded) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(tensors_in((few.args, few.kwargs)), tensors_in((more.args, more.kwargs)), strict=True))
+
+
+def _scaled(few: Sequence[int], more: Sequence[int], batch: int) -> list[int]:
+    """Return a shape at ``batch`` samples, from those at `_FEW` and `_MORE`.
+
+    Raises:
+        ModelError: a dim is neither the same for all batches nor proportional to them.
+    """
+    sizes = []
+    for small, large in zip(few, more, strict=True):
+        if small != large and small * _MORE != large * _FEW:
+            raise ModelError(f"a result has {small} elements in a dim for {_FEW} samples, and {large} for {_MORE}.")
+        sizes.append(small if small == large else small // _FEW * batch)
+    return sizes

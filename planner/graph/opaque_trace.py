@@ -1,0 +1,103 @@
+"""`trace_with_opaque`: traces a model in which some modules cannot be traced: each of their calls becomes one op."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+
+from torch import nn
+
+from planner.errors import ModelError
+from planner.graph.capture import ExampleInputs
+from planner.graph.op_graph import OpGraph
+from planner.graph.opaque_calls import opaque_calls
+from planner.graph.trace_errors import cannot_run
+from planner.model_rewrites.opaque_op import opaque_as_one_op
+from planner.plan.patterns import resolve_keys
+
+_MOST_TRIES = 8
+
+
+def trace_with_opaque(
+    module: nn.Module,
+    inputs: ExampleInputs,
+    samples: int,
+    batch: int,
+    trace: Callable[[], OpGraph],
+    *,
+    named: Collection[str] = (),
+    error: ModelError | None = None,
+) -> OpGraph:
+    """Return the graph of ``module``, with the modules that cannot be traced as opaque modules.
+
+    A module that fails, and those like it, become opaque; where their results cannot be traced either, the module
+    around them does.
+
+    Args:
+        module: on the meta device.
+        inputs: arguments of one call.
+        samples: samples in ``inputs``.
+        batch: samples at which the model is traced.
+        trace: traces ``module``.
+        named: FQNs of modules that are opaque in any case.
+        error: the error of the trace with the ``named`` modules alone, if it has failed.
+
+    Raises:
+        ModelError: ``error``, or the error of the first trace, where there is no way out.
+    """
+    opaque = set(named)
+    failing = None if error is None else error.module
+    for _ in range(_MOST_TRIES):
+        if error is not None:
+            before = opaque
+            opaque = opaque if failing is None else _with_module(module, opaque, failing)
+            if opaque == before:
+                break
+        modules = {module.get_submodule(name) for name in opaque}
+        try:
+            calls = opaque_calls(module, modules, inputs, samples, batch)
+            with opaque_as_one_op(calls):
+                return trace()
+        except ModelError as again:
+            error = error or again
+            failing = again.module if again.module is not None else _around(failing)
+        except Exception as again:  # noqa: BLE001  whatever the forward raises without values: the module around it may run
+            error = error or cannot_run(module, again)
+            failing = _around(failing)
+    assert error is not None
+    raise error
+
+
+def _with_module(module: nn.Module, opaque: set[str], failing: str) -> set[str]:
+    """Return ``opaque`` with the module ``failing`` and those like it; with the one around it if it is in there."""
+    while failing and failing in opaque:
+        failing = failing.rpartition(".")[0]
+    kind, pattern = type(module.get_submodule(failing)), _pattern(failing)
+    alike = {name for name, part in module.named_modules() if type(part) is kind and _pattern(name) == pattern}
+    names = opaque | alike
+    return {name for name in names if not any(_is_in(name, other) for other in names)}
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def _is_in(name: str, other: str) -> bool:
+    """Return whether the module ``name`` is inside the module ``other``."""
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def _around(name: str | None) -> str | None:
+    """Return the module around ``name``; None for the root."""
+    return name.rpartition(".")[0] if name else None
+
+
+def opaque_names(module: nn.Module, patterns: Iterable[str]) -> frozenset[str]:
+    """Return the FQNs of the modules that ``patterns`` name; of modules inside each other, the outer one.
+
+    Raises:
+        UnmatchedKeyError: a pattern that no module matches.
+    """
+    modules = dict(module.named_modules())
+    names = set(resolve_keys(dict.fromkeys(patterns, ""), modules, field="opaque_modules", what="module"))
+    return frozenset(name for name in names if not any(_is_in(name, other) for other in names))

@@ -1,0 +1,197 @@
+"""`sample_split`: whether a module treats its samples independently, found by running it on samples and halves of them.
+
+The trial runs on the CPU, with random parameters of the module's shapes. Where that takes too long, the dims that are
+no features are short.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SUM, WHOLE, SampleSplit, tensors_in
+
+_MOST_FLOPS = 2e10
+"""FLOPs of a trial: about a second."""
+_SHORT = 8
+_MOST_RANDOM = 1 << 20
+"""Random elements of a parameter; a larger one repeats its first column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnableCall:
+    """One call of a module.
+
+    Attributes:
+        module: on the meta device.
+        args: its arguments, with meta tensors, as (args, kwargs).
+        sizes: shapes of each of the tensors with fewer and with more samples.
+        flops: FLOPs with fewer samples.
+    """
+
+    module: nn.Module
+    args: tuple[Any, Any]
+    sizes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    flops: float
+
+
+def sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
+    """Return how ``call``, with ``samples`` samples, runs on each rank's samples; None: on whole tensors only."""
+    inputs = []
+    for few, more in call.sizes:
+        grown = [dim for dim, (a, b) in enumerate(zip(few, more, strict=True)) if a != b]
+        if grown not in ([], [0]) or (grown and few[0] % samples):
+            return None
+        inputs.append(SAMPLES if grown else WHOLE)
+    if SAMPLES not in inputs:
+        return None
+    shapes = [few for few, _ in call.sizes]
+    whole_flops = 2 * call.flops
+    if whole_flops > _MOST_FLOPS:
+        longest = max(math.prod(shape[1:-1]) for shape in shapes)
+        shapes = [_short(shape, tensor) for shape, tensor in zip(shapes, tensors_in(call.args), strict=True)]
+        if whole_flops / longest * _SHORT > _MOST_FLOPS:
+            return None
+    with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"), _NoDropout():
+        try:
+            outputs = _tried(call, shapes, inputs)
+        except Exception:  # noqa: BLE001  whatever the module raises on such tensors
+            return None
+    return None if outputs is None else SampleSplit(tuple(inputs), outputs)
+
+
+def _short(shape: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return ``shape`` with short dims, but for the first, and the last one of numbers, which are features."""
+    features = len(shape) - 1 if tensor.is_floating_point() else len(shape)
+    return tuple(size if dim in (0, features) else min(size, _SHORT) for dim, size in enumerate(shape))
+
+
+def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str]) -> tuple[str, ...] | None:
+    """Return how the outputs come of whole samples and of halves; errors of the module propagate."""
+    torch.manual_seed(0)
+    module = _on_cpu(call.module)
+    leaves, structure = pytree.tree_flatten(call.args)
+
+    def outputs(tensors: list[torch.Tensor]) -> list[str | None]:
+        return [_joined(*parts) for parts in zip(*(run(tensors, half) for half in (None, 0, 1)), strict=True)]
+
+    def run(tensors: list[torch.Tensor], half: int | None) -> list[torch.Tensor]:
+        given = iter([
+            tensor if place == WHOLE or half is None else tensor.chunk(2)[half]
+            for tensor, place in zip(tensors, inputs, strict=True)
+        ])  # fmt: skip
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(filled, structure)
+        assert isinstance(kwargs, Mapping)
+        return tensors_in(module(*args, **kwargs))
+
+    dtypes = [tensor.dtype for tensor in tensors_in(call.args)]
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    places: list[str | None] = []
+    for shift in (0.0, 2.0, -2.0):
+        tensors = [
+            _unlike_halves(_random((2 * shape[0], *shape[1:]), dtype), shift)
+            if place == SAMPLES
+            else _random(shape, dtype)
+            for shape, place, dtype in zip(shapes, inputs, dtypes, strict=True)
+        ]
+        alike = outputs(tensors)
+        if None in alike or (places and alike != places):
+            return None
+        places = alike
+    if not places or not all(map(_equal, buffers, module.buffers())):
+        return None  # what it writes to its buffers comes of all samples
+    if MEAN in places:
+        for index, (tensor, place) in enumerate(zip(tensors, inputs, strict=True)):
+            if place == SAMPLES and tensor.dtype == torch.int64:
+                partly = [*tensors[:index], _partly_ignored(tensor), *tensors[index + 1 :]]
+                if not _runs_alike(lambda given=partly: outputs(given), places):  # type: ignore[misc]
+                    return None
+    return tuple(place for place in places if place)
+
+
+def _unlike_halves(tensor: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return numbers whose statistics differ between the halves, as those of samples do."""
+    if tensor.is_floating_point():
+        half = len(tensor) // 2
+        tensor[:half] += shift
+        tensor[half:] -= shift
+    return tensor
+
+
+def _partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return labels of which a mean counts fewer in the first half than in the second."""
+    ignored = tensor.clone()
+    ignored[: len(tensor) // 4 or 1] = -100
+    return ignored
+
+
+def _runs_alike(outputs: Callable[[], list[str | None]], places: list[str | None]) -> bool:
+    try:
+        return outputs() == places
+    except Exception:  # noqa: BLE001  no labels: the module has no such index
+        return True
+
+
+def _joined(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> str | None:
+    """Return how the results of the halves make that of the whole; None: they do not."""
+    if whole.dim() and _equal(whole, torch.cat([first, second])):
+        return SAMPLES
+    if not whole.dim() and whole.is_floating_point():
+        if _equal(whole, (first + second) / 2):
+            return MEAN
+        if _equal(whole, first + second):
+            return SUM
+    return None
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    return torch.randint(0, 2, shape).to(dtype)
+
+
+def _on_cpu(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` with random parameters and buffers on the CPU."""
+    copied = copy.deepcopy(module)
+    copied.__dict__.pop("forward", None)
+    for part in copied.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(_weights(parameter), requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = _random(tuple(buffer.shape), buffer.dtype).abs()
+    return copied
+
+
+def _weights(parameter: torch.Tensor) -> torch.Tensor:
+    """Return random weights of the size of trained ones."""
+    shape = tuple(parameter.shape)
+    if not parameter.is_floating_point() or not shape:
+        return _random(shape, parameter.dtype)
+    drawn = (*shape[:-1], 1) if parameter.numel() > _MOST_RANDOM else shape
+    scale = 1.0 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.1
+    offset = 0.0 if len(shape) > 1 else 1.0
+    return (offset + scale * torch.randn(drawn)).expand(shape)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Within this context, dropout does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "").endswith("dropout"):
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,131 @@
+"""`AssumedValues`: runs a forward on the meta device whose shapes or branches depend on the values of tensors.
+
+Integers and booleans get values: those that the forward computes from sizes, and random ones where they depend on
+what a meta tensor does not have. A router so chooses random experts, and a comparison is true as often as of random
+numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+_MOST_RANDOM = 1 << 24
+"""Random elements that are drawn for one tensor; a larger one repeats its first row."""
+_MOST_KNOWN = 1 << 22
+"""Elements of the largest floating-point tensor whose values are kept."""
+_INDEXING = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+)
+
+
+class AssumedValues(TorchDispatchMode):
+    """Within this context, ops on meta tensors whose results depend on values have results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: dict[Any, torch.Tensor] = {}
+        self._alive: list[torch.UntypedStorage] = []
+        self._seeds: dict[Any, int] = {}
+        self._numbers_read = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if func in _INDEXING:
+            args = (args[0], self._positions(args[1]), *args[2:])
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if tensors and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
+        if func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return self._computed(func, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return pytree.tree_map_only(torch.Tensor, self._on_meta, self._computed(func, args, kwargs))
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        is_known = all(self._key(tensor) in self._values for tensor in tensors)
+        if "empty" not in func.name() and any(self._has_values(tensor, is_known) for tensor in results):
+            values = pytree.tree_leaves(self._computed(func, args, kwargs))
+            for tensor, value in zip(results, [leaf for leaf in values if isinstance(leaf, torch.Tensor)], strict=True):
+                if self._has_values(tensor, is_known):
+                    self._keep(tensor, value)
+        return result
+
+    @staticmethod
+    def _has_values(tensor: torch.Tensor, is_known: bool) -> bool:
+        """Return whether a result gets values: integers do, and numbers that follow from sizes alone."""
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.is_meta and (not is_number or (is_known and tensor.numel() <= _MOST_KNOWN))
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+    def _keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        self._values[self._key(tensor)] = value
+        self._alive.append(tensor.untyped_storage())  # so that no other storage gets its address
+
+    def _on_meta(self, value: torch.Tensor) -> torch.Tensor:
+        tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if not (value.is_floating_point() or value.is_complex()):
+            self._keep(tensor, value)
+        return tensor
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor: those that are kept, or random ones."""
+        if not tensor.is_meta:
+            return tensor
+        kept = self._values.get(self._key(tensor))
+        if kept is not None:
+            return kept
+        shape = tuple(tensor.shape)
+        drawn = (1, *shape[1:]) if tensor.numel() > _MOST_RANDOM else shape
+        if tensor.is_floating_point() or tensor.is_complex():
+            return torch.randn(drawn, generator=self._generator(tensor)).to(tensor.dtype).expand(shape)
+        value = torch.randint(0, 2, drawn, generator=self._generator(tensor)).to(tensor.dtype).expand(shape)
+        self._keep(tensor, value)
+        return value
+
+    def _generator(self, tensor: torch.Tensor) -> torch.Generator:
+        """Return a generator that draws the same numbers for one tensor each time."""
+        key = self._key(tensor)
+        if key not in self._seeds:
+            self._seeds[key] = len(self._seeds)
+            self._alive.append(tensor.untyped_storage())
+        return torch.Generator().manual_seed(self._seeds[key])
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of ``func`` on the values of its arguments."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, dict(kwargs)))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """Return the indices of an indexing op, with those that a mask selects in place of the mask."""
+        given: list[Any] = []
+        for index in indices:
+            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.is_meta:
+                given += [self._on_meta(position) for position in self._value(index).nonzero().unbind(1)]
+            else:
+                given.append(index)
+        return given
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        """Return a number that Python reads.
+
+        Where nothing gives its value, it is 1 and nearly 0 in turns, so that a loop until something is small ends.
+        """
+        if not tensor.is_meta or self._key(tensor) in self._values:
+            return self._value(tensor).item()
+        self._numbers_read += 1
+        number = 1.0 if self._numbers_read % 2 else 1e-9
+        return number if tensor.is_floating_point() else self._value(tensor).item()

@@ -1,0 +1,187 @@
+"""The op that stands for the call of an opaque module, in whose forward the planner does not look.
+
+Shapes or branches of such a forward depend on values. The op has the shapes of its results and what it costs among its
+arguments, as measured by `planner.graph.opaque_calls`. `executor.ops.opaque` runs the module's own forward, on whole
+tensors or on each rank's samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+OP_NAME = "shardplan.opaque.default"
+
+SAMPLES = "0"
+"""Of a tensor that is split by samples, along its first dim."""
+WHOLE = "-"
+MEAN, SUM = "mean", "sum"
+"""Of a number that is the mean, or the sum, of those of all samples."""
+
+
+class OpaqueCosts(NamedTuple):
+    """What one call costs on whole tensors.
+
+    Attributes:
+        flops, backward_flops: FLOPs of each pass.
+        nbytes, backward_nbytes: bytes that each pass reads and writes, those of matrix multiplications left out.
+        saved_nbytes: bytes that autograd saves of tensors that exist only inside the module.
+        rise_nbytes: peak of live bytes in the backward, beyond those at its start and the gradients that it returns.
+        ops, backward_ops: ops that each pass dispatches.
+    """
+
+    flops: int
+    backward_flops: int
+    nbytes: int
+    backward_nbytes: int
+    saved_nbytes: int
+    rise_nbytes: int
+    ops: int
+    backward_ops: int
+
+
+class SampleSplit(NamedTuple):
+    """How a call runs on each rank's samples.
+
+    Attributes:
+        inputs: for each tensor among the arguments, `SAMPLES` or `WHOLE`.
+        outputs: for each tensor among the results, `SAMPLES`, `MEAN` or `SUM`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The split as an argument of the op."""
+        return f"{' '.join(self.inputs)};{' '.join(self.outputs)}"
+
+    @classmethod
+    def parse(cls, text: str) -> SampleSplit | None:
+        """Return the split of an op; None: it runs on whole tensors only."""
+        if not text:
+            return None
+        inputs, _, outputs = text.partition(";")
+        return cls(tuple(inputs.split()), tuple(outputs.split()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpaqueCall:
+    """One call of an opaque module, as it is traced.
+
+    Attributes:
+        output: the result, with meta tensors.
+        per_sample: costs that grow with the batch, at the traced batch.
+        fixed: costs that do not.
+        saved: positions, among the op's tensors, of those that autograd saves.
+        split: how it runs on each rank's samples; None: it runs on whole tensors only.
+    """
+
+    output: Any
+    per_sample: OpaqueCosts
+    fixed: OpaqueCosts
+    saved: tuple[int, ...]
+    split: SampleSplit | None
+
+
+@torch.library.custom_op("shardplan::opaque", mutates_args=())
+def opaque_op(
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    dims: Sequence[int],
+    dtypes: str,
+    per_sample: Sequence[int],
+    fixed: Sequence[int],
+    saved: Sequence[int],
+    split: str,
+) -> list[torch.Tensor]:
+    """Return the tensors among the results of a module's call.
+
+    Args:
+        tensors: the tensors among its arguments, then its parameters.
+        sizes: sizes of all dims of all results, one after the other.
+        dims: number of dims of each result.
+        dtypes: names of the results' dtypes, with blanks between them.
+        per_sample, fixed: `OpaqueCosts`, in two parts.
+        saved: positions of the tensors that autograd saves.
+        split: `SampleSplit.text`; "" for whole tensors only.
+    """
+    raise NotImplementedError("this op is only traced; shard_module runs the module's own forward")
+
+
+@opaque_op.register_fake
+def _(
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    dims: Sequence[int],
+    dtypes: str,
+    per_sample: Sequence[int],
+    fixed: Sequence[int],
+    saved: Sequence[int],
+    split: str,
+) -> list[torch.Tensor]:
+    found = [getattr(torch, name, None) for name in dtypes.split()]
+    torch._check(all(isinstance(dtype, torch.dtype) for dtype in found), lambda: f"unknown dtypes in {dtypes!r}")
+    torch._check(sum(dims) == len(sizes) and len(found) == len(dims), lambda: "sizes, dims and dtypes do not match")
+    torch._check(len(per_sample) == len(fixed) == len(OpaqueCosts._fields), lambda: "a call has eight costs")
+    remaining = iter(sizes)
+    return [
+        tensors[0].new_empty([next(remaining) for _ in range(count)], dtype=dtype)
+        for count, dtype in zip(dims, found, strict=True)
+    ]
+
+
+def costs_of(args: Sequence[Any]) -> OpaqueCosts:
+    """Return the costs that the arguments of the op give."""
+    return OpaqueCosts(*(int(a) + int(b) for a, b in zip(args[4], args[5], strict=True)))
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``tree``, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def opaque_as_one_op(calls: Mapping[nn.Module, Sequence[OpaqueCall]]) -> Iterator[None]:
+    """Within this context, each of the modules calls the op; its calls are taken in turns."""
+    try:
+        for module, each in calls.items():
+            module.__dict__["forward"] = _forward(module, each)
+        yield
+    finally:
+        for module in calls:
+            module.__dict__.pop("forward", None)
+
+
+def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., Any]:
+    """Return the forward of an opaque module in a trace: a function, as torch.export asks for in the root."""
+    in_turns = itertools.cycle(calls)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = next(in_turns)
+        leaves, structure = pytree.tree_flatten(call.output)
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = torch.ops.shardplan.opaque(
+            [*tensors_in((args, kwargs)), *module.parameters()],
+            [size for result in results for size in result.shape],
+            [result.dim() for result in results],
+            " ".join(str(result.dtype).removeprefix("torch.") for result in results),
+            list(call.per_sample),
+            list(call.fixed),
+            list(call.saved),
+            call.split.text if call.split else "",
+        )
+        given = iter(tensors)
+        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(filled, structure)
+
+    forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    return forward

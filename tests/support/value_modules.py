@@ -1,0 +1,136 @@
+"""Modules whose shapes or branches depend on values, so that no trace has them: they become opaque modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH = 8
+
+
+class LoopedExperts(nn.Module):
+    """A mixture of experts as people write it: each expert takes the tokens that chose it."""
+
+    def __init__(self, width: int, count: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if len(rows):
+                result = result.index_add(0, rows, expert(tokens[rows]) * weights[rows, places, None])
+        return result.view_as(x)
+
+
+class SparseModel(nn.Module):
+    """Blocks with an attention that can be traced, and experts that cannot."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.experts = LoopedExperts(width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
+            mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + self.out(mixed)
+            return x + self.experts(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+        self.blocks = nn.ModuleList(self.Block(16) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class PositiveRows(nn.Module):
+    """Takes the rows above 0, in the root; the loss is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden = hidden.index_put((hidden > 0,), hidden[hidden > 0].sqrt())
+        return F.mse_loss(self.last(hidden.tanh()), target)
+
+
+class CountedLabels(nn.Module):
+    """Averages over the labels that count, whose number differs from sample to sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        kept = labels != -100
+        return F.cross_entropy(self.head(x)[kept], labels[kept])
+
+
+class BranchesOnASum(nn.Module):
+    """Takes another branch where the sum of the whole batch is above 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
+class ScaledByStatistics(nn.Module):
+    """A module that writes a buffer, and reads it as a Python number."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.largest.mul_(0.5).add_(0.5 * x.detach().abs().max())
+            return x / max(self.largest.item(), 1e-3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(16, 16), self.Scale(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scale(self.first(x)))
+
+
+def _labels() -> Tensor:
+    labels = torch.randint(0, 5, (BATCH, 6))
+    labels[: BATCH // 2, 2:] = -100
+    return labels
+
+
+VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "experts in a loop": lambda: (
+        SparseModel(),
+        (torch.randint(0, 24, (BATCH, 6)), torch.randint(0, 24, (BATCH, 6))),
+    ),
+    "rows found by values": lambda: (PositiveRows(), (torch.randn(BATCH, 16), torch.randn(BATCH, 4))),
+    "labels that are counted": lambda: (CountedLabels(), (torch.randn(BATCH, 6, 16), _labels())),
+    "a branch on a sum": lambda: (BranchesOnASum(), (torch.randn(BATCH, 16),)),
+    "scaled by a buffer": lambda: (ScaledByStatistics(), (torch.randn(BATCH, 16),)),
+}
