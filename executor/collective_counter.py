@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_model.hardware.collective_kinds import CollectiveKind
 from executor.torch_internals.dtensor import collective_of, flattened_groups, is_communication
+from planner.model_rewrites.assumed_values import AssumedNumbers
 from planner.plan.estimate import Phase
 
 UNKNOWN_AXIS = "?"
@@ -48,6 +49,8 @@ def axes_by_group(device_mesh: DeviceMesh) -> dict[str, str]:
 class CollectiveCounter(TorchDispatchMode):
     """A dispatch mode that counts the collectives inside its ``with`` block in ``counts``.
 
+    A number that Python reads there, on the meta device, is an assumed one.
+
     ``last_op`` is the op that was dispatched last, with its positional arguments; None before the first.
     """
 
@@ -63,6 +66,7 @@ class CollectiveCounter(TorchDispatchMode):
         self.last_op: tuple[Any, tuple[Any, ...]] | None = None
         self._axes = axes
         self._phase = phase
+        self._numbers = AssumedNumbers()
 
     def __torch_dispatch__(
         self,
@@ -75,6 +79,8 @@ class CollectiveCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor dispatches again with local tensors, and only those calls are collectives.
             return NotImplemented
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self._numbers.next(args[0].dtype)
         if is_communication(func):
             kind, nbytes, group = collective_of(func, args)
             axis = self._axes.get(group, UNKNOWN_AXIS)

@@ -63,7 +63,7 @@ class TextLines(Parts):
 
     def forward(self, images: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         columns = self.features(images).mean(2).permute(2, 0, 1)
-        scores = self.head(self.lstm(columns)[0]).log_softmax(-1)
+        scores = self.head(self.lstm(columns)[0]).log_softmax(-1, dtype=torch.float32)
         sizes = torch.full_like(lengths, scores.shape[0])
         return F.ctc_loss(scores, labels, sizes, lengths, blank=0, zero_infinity=True)
 

@@ -19,10 +19,11 @@ from cost_model.layouts.layout import Layout, sharded_dim
 from executor.agreement.exchange import Exchange
 from executor.agreement.statement import minority, rank_list, values_by_rank
 from executor.resolve.batch import global_tensor_of, layout_like
-from executor.resolve.fqns import path_text, positional_names
+from executor.resolve.fqns import positional_names
 from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
 from planner.errors import RanksError, UnmatchedKeyError
+from planner.model_rewrites.tree_paths import path_text
 from planner.plan.ports import Port
 
 _logger = logging.getLogger("shardplan")

@@ -25,6 +25,7 @@ from executor.torch_internals.random import random_region
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SampleSplit, tensors_in
+from planner.model_rewrites.tree_paths import tensors_by_path
 
 
 def run_opaque(module: nn.Module, splits: Mapping[str, str], redistributor: Redistributor) -> None:
@@ -47,28 +48,19 @@ class _OpaqueForward:
         self._forward = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = tensors_in(leaves)
+        by_path = tensors_by_path(args, kwargs)
+        tensors = list(by_path.values())
         parameters: list[Any] = [p for part in self._module.modules() for p in part._parameters.values()]
         if not any(isinstance(tensor, DTensor) for tensor in (*tensors, *parameters)):
             return self._forward(*args, **kwargs)
-        by_samples = self._sample_axes(tensors)
-        places = self._split.inputs if self._split is not None and by_samples else ("",) * len(tensors)
-        if len(places) != len(tensors):
-            raise PlanLayoutError(
-                f"{self._fqn or 'the root module'} is called with {len(tensors)} tensors, and was planned with "
-                f"{len(places)}.",
-                what_to_do="Call it as in the example inputs, or plan with the arguments that it gets.",
-            )
-        given = iter([
-            self._local(tensor, place == SAMPLES, by_samples) for tensor, place in zip(tensors, places, strict=True)
-        ])  # fmt: skip
-        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        local_args, local_kwargs = pytree.tree_unflatten(filled, structure)
+        by_samples = self._sample_axes(by_path)
+        given = iter([self._local(tensor, self._has_samples(path), by_samples) for path, tensor in by_path.items()])
+        local_args, local_kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(given), (args, kwargs))
         layout = tuple(Shard(0) if axis in by_samples else Replicate() for axis in range(self._axes))
         with self._local_parameters(by_samples) as local_parameters:
             if any(tensor is not None and tensor.is_meta for tensor in (*tensors, *parameters)):
-                output = self._on_meta(local_args, local_kwargs, [*tensors_in(filled), *local_parameters])
+                local_tensors = [*tensors_in((local_args, local_kwargs)), *local_parameters]
+                output = self._on_meta(local_args, local_kwargs, local_tensors)
             else:
                 with random_region(layout):
                     output = self._forward(*local_args, **local_kwargs)
@@ -76,29 +68,29 @@ class _OpaqueForward:
                     output = _with_gradients(output, local_parameters)
         return self._wrapped(output, layout)
 
+    def _has_samples(self, path: str) -> bool:
+        """Return whether the argument at ``path`` is split where the samples are."""
+        return self._split is not None and self._split.inputs.get(path) == SAMPLES
+
     @property
     def _axes(self) -> int:
         return len(self._redistributor.replicated)
 
-    def _sample_axes(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    def _sample_axes(self, by_path: Mapping[str, torch.Tensor]) -> frozenset[int]:
         """Return the mesh axes on which the arguments are split by samples.
 
         Raises:
             PlanLayoutError: the arguments have other layouts than a plan gives them.
         """
         axes: set[int] = set()
-        places = self._split.inputs if self._split is not None else ()
-        for index, tensor in enumerate(tensors):
-            if not isinstance(tensor, DTensor):
-                continue
-            may_split = index < len(places) and places[index] == SAMPLES
-            for axis, placement in enumerate(tensor.placements):
-                if placement == Shard(0) and may_split:
+        for path, tensor in by_path.items():
+            for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+                if placement == Shard(0) and self._has_samples(path):
                     axes.add(axis)
                 elif not placement.is_replicate() and self._redistributor.axis_size(axis) > 1:
                     raise PlanLayoutError(
-                        f"{self._fqn or 'the root module'} is opaque, and gets a tensor in "
-                        f"{format_layout(tuple(tensor.placements))}.",
+                        f"{self._fqn or 'the root module'} is opaque, and its argument {path} is in "
+                        f"{format_layout(tuple(cast(DTensor, tensor).placements))}.",
                         what_to_do="Give it whole tensors, or plan the model with build_plan.",
                     )
         return frozenset(axes)

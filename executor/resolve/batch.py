@@ -16,9 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
 from executor.resolve.checks import check_member, check_mesh
-from executor.resolve.fqns import path_text
 from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
+from planner.model_rewrites.tree_paths import path_text
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -25,8 +25,3 @@ def positional_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters of ``module.forward`` that can be passed by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(name for name, item in inspect.signature(module.forward).parameters.items() if item.kind in kinds)
-
-
-def path_text(path: tuple[Any, ...]) -> str:
-    """Return a pytree path as a plan writes it: keys, indices and attribute names joined by dots."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

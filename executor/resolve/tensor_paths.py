@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from executor.resolve.fqns import path_text
+from planner.model_rewrites.tree_paths import path_text
 
 T = TypeVar("T")
 

@@ -33,6 +33,7 @@ from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.model_rewrites.torch_attention import attention_as_planned
+from planner.model_rewrites.tree_paths import path_text
 from planner.model_rewrites.value_checks import without_value_checks
 
 
@@ -52,14 +53,6 @@ class ExampleInputs:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-
-def path_text(path: tuple[Any, ...]) -> str:
-    """Return a pytree path as text: keys, indices and attribute names joined by dots (``position_embeddings.0``)."""
-    parts = []
-    for key in path:
-        parts.append(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))))
-    return ".".join(parts)
 
 
 def module_names(module: nn.Module) -> dict[nn.Module, str]:

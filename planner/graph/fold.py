@@ -21,11 +21,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.graph.capture import ExampleInputs, path_text
+from planner.graph.capture import ExampleInputs
 from planner.graph.meta_ops import argument_key, returns_one_new_tensor
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
+from planner.model_rewrites.tree_paths import path_text
 
 TRACED_BLOCKS = 3
 """Repeated blocks that are traced. The first reads tensors from outside the blocks, and the second reads tensors of the

@@ -16,7 +16,6 @@ from planner.graph.capture import (
     ExampleInputs,
     export,
     op_target,
-    path_text,
     symbolic_trace,
 )
 from planner.graph.fold import find_repeated_blocks, without_repeated_blocks
@@ -35,6 +34,7 @@ from planner.graph.op_graph import (
 from planner.graph.sample_loops import SampleLoopError
 from planner.graph.trace_errors import cannot_trace, shape_by_values, vectorized
 from planner.graph.unroll import unroll
+from planner.model_rewrites.tree_paths import path_text
 
 
 def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:

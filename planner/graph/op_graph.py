@@ -67,7 +67,7 @@ class Crossing:
     Attributes:
         call: index of the module call.
         direction: "input" where the value enters the call, "output" where it leaves.
-        path: path of the argument or result, such as ``position_embeddings.0`` (`planner.graph.capture.path_text`);
+        path: path of the argument or result, such as ``position_embeddings.0`` (`tree_paths.path_text`);
             several, joined by `SAME_TENSOR`, where one tensor is passed in several places.
     """
 
@@ -155,6 +155,20 @@ def writes_plain(op: Op, inputs: Sequence[Value]) -> bool:
     return written is not None and inputs[written].kind == "plain" and any(v.kind != "plain" for v in inputs)
 
 
+_WITHOUT_GRADIENT = frozenset(
+    {
+        *("detach", "detach_", "detach_copy"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+    }
+)
+"""Ops whose results need no gradient, whatever their inputs need."""
+
+
+def _ends_gradients(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._overloadpacket.__name__ in _WITHOUT_GRADIENT
+
+
 def output_value(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Any, grad_enabled: bool, sources: Sequence[Value]
 ) -> Value:
@@ -167,7 +181,7 @@ def output_value(
     kind: ValueKind = "plain" if all(source.kind == "plain" for source in decisive) else "activation"
     differentiable = grad_enabled and any(source.requires_grad for source in sources)
     has_gradient = dtype.is_floating_point or dtype.is_complex
-    requires_grad = differentiable and kind != "plain" and has_gradient and "detach" not in str(target)
+    requires_grad = differentiable and kind != "plain" and has_gradient and not _ends_gradients(target)
     return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=requires_grad)
 
 

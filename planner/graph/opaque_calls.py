@@ -23,6 +23,7 @@ from planner.graph.example_inputs import with_batch
 from planner.graph.sample_splits import RunnableCall, sample_split
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts, tensors_in
+from planner.model_rewrites.tree_paths import tensors_by_path
 
 _FEW, _MORE = 2, 3
 """Numbers of samples of the two forwards."""
@@ -36,7 +37,8 @@ class _Recorded:
     kwargs: dict[str, Any]
     output: Any
     costs: OpaqueCosts
-    saved: frozenset[int]
+    saved_arguments: frozenset[str]
+    saved_parameters: frozenset[int]
 
 
 def opaque_calls(
@@ -52,7 +54,7 @@ def opaque_calls(
         batch: samples of the calls that are returned.
 
     Raises:
-        ModelError: the sizes of a result do not grow with the batch.
+        ModelError: the sizes of a result do not grow with the batch, or a module writes to its parameters.
     """
     few, more = (_recorded(module, opaque, with_batch(inputs, samples, count)) for count in (_FEW, _MORE))
     calls: dict[nn.Module, list[OpaqueCall]] = {}
@@ -70,10 +72,11 @@ def _recorded(
     """Return opaque module -> its calls in a forward of ``module``."""
     recorded: dict[nn.Module, list[_Recorded]] = {part: [] for part in opaque}
     with ExitStack() as stack:
+        values = AssumedValues()
         for part in opaque:
-            part.__dict__["forward"] = _RecordingForward(part, recorded[part])
+            part.__dict__["forward"] = _RecordingForward(part, recorded[part], values)
             stack.callback(part.__dict__.pop, "forward", None)
-        stack.enter_context(AssumedValues())
+        stack.enter_context(values)
         module(*inputs.args, **inputs.kwargs)
     return recorded
 
@@ -81,8 +84,8 @@ def _recorded(
 class _RecordingForward:
     """The forward of a module, which records what each call takes, returns and costs."""
 
-    def __init__(self, module: nn.Module, recorded: list[_Recorded]) -> None:
-        self._module, self._forward, self._recorded = module, module.forward, recorded
+    def __init__(self, module: nn.Module, recorded: list[_Recorded], values: AssumedValues) -> None:
+        self._module, self._forward, self._recorded, self._values = module, module.forward, recorded, values
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -91,10 +94,25 @@ class _RecordingForward:
             given = iter(tensors)
             filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             run_args, run_kwargs = pytree.tree_unflatten(filled, structure)
+            self._values.numbers.restart()
             return self._forward(*run_args, **run_kwargs)
 
-        output, costs, saved = _measured(run, tensors_in(leaves), list(self._module.parameters()))
-        self._recorded.append(_Recorded(args=args, kwargs=kwargs, output=output, costs=costs, saved=saved))
+        parameters = list(self._module.parameters())
+        versions = [parameter._version for parameter in parameters]
+        paths = list(tensors_by_path(args, kwargs))
+        output, costs, saved = _measured(run, tensors_in(leaves), parameters)
+        if versions != [parameter._version for parameter in parameters]:
+            raise ModelError(f"{type(self._module).__name__} writes to its parameters in its forward.")
+        self._recorded.append(
+            _Recorded(
+                args=args,
+                kwargs=kwargs,
+                output=output,
+                costs=costs,
+                saved_arguments=frozenset(paths[index] for index in saved if index < len(paths)),
+                saved_parameters=frozenset(index - len(paths) for index in saved if index >= len(paths)),
+            )
+        )
         return output
 
 
@@ -155,7 +173,8 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) ->
     fixed = [max(cost - _FEW * slope, 0) for cost, slope in zip(few.costs, growth, strict=True)]
     call = RunnableCall(
         module=module,
-        args=(few.args, few.kwargs),
+        args=few.args,
+        kwargs=few.kwargs,
         sizes=tuple((small.shape, large.shape) for small, large in _pairs(few, more)),
         flops=few.costs.flops,
     )
@@ -163,7 +182,8 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) ->
         output=output,
         per_sample=OpaqueCosts(*(slope * batch for slope in growth)),
         fixed=OpaqueCosts(*fixed),
-        saved=tuple(sorted(few.saved | more.saved)),
+        saved_arguments=few.saved_arguments | more.saved_arguments,
+        saved_parameters=few.saved_parameters | more.saved_parameters,
         split=sample_split(call, _FEW),
     )
 

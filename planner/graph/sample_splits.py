@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SUM, WHOLE, SampleSplit, tensors_in
+from planner.model_rewrites.tree_paths import tensors_by_path
 
 _MOST_FLOPS = 2e10
 """FLOPs of a trial: about a second."""
@@ -32,13 +33,14 @@ class RunnableCall:
 
     Attributes:
         module: on the meta device.
-        args: its arguments, with meta tensors, as (args, kwargs).
+        args, kwargs: its arguments, with meta tensors.
         sizes: shapes of each of the tensors with fewer and with more samples.
         flops: FLOPs with fewer samples.
     """
 
     module: nn.Module
-    args: tuple[Any, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     sizes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     flops: float
 
@@ -57,7 +59,8 @@ def sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
     whole_flops = 2 * call.flops
     if whole_flops > _MOST_FLOPS:
         longest = max(math.prod(shape[1:-1]) for shape in shapes)
-        shapes = [_short(shape, tensor) for shape, tensor in zip(shapes, tensors_in(call.args), strict=True)]
+        tensors = tensors_in((call.args, call.kwargs))
+        shapes = [_short(shape, tensor) for shape, tensor in zip(shapes, tensors, strict=True)]
         if whole_flops / longest * _SHORT > _MOST_FLOPS:
             return None
     with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"), _NoDropout():
@@ -65,7 +68,8 @@ def sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
             outputs = _tried(call, shapes, inputs)
         except Exception:  # noqa: BLE001  whatever the module raises on such tensors
             return None
-    return None if outputs is None else SampleSplit(tuple(inputs), outputs)
+    paths = tensors_by_path(call.args, call.kwargs)
+    return None if outputs is None else SampleSplit(dict(zip(paths, inputs, strict=True)), outputs)
 
 
 def _short(shape: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
@@ -78,7 +82,7 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
     """Return how the outputs come of whole samples and of halves; errors of the module propagate."""
     torch.manual_seed(0)
     module = _on_cpu(call.module)
-    leaves, structure = pytree.tree_flatten(call.args)
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
 
     def outputs(tensors: list[torch.Tensor]) -> list[str | None]:
         return [_joined(*parts) for parts in zip(*(run(tensors, half) for half in (None, 0, 1)), strict=True)]
@@ -90,10 +94,9 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
         ])  # fmt: skip
         filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(filled, structure)
-        assert isinstance(kwargs, Mapping)
         return tensors_in(module(*args, **kwargs))
 
-    dtypes = [tensor.dtype for tensor in tensors_in(call.args)]
+    dtypes = [tensor.dtype for tensor in tensors_in((call.args, call.kwargs))]
     buffers = [buffer.clone() for buffer in module.buffers()]
     places: list[str | None] = []
     for shift in (0.0, 2.0, -2.0):

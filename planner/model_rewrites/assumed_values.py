@@ -18,10 +18,32 @@ aten = torch.ops.aten
 _MOST_RANDOM = 1 << 24
 """Random elements that are drawn for one tensor; a larger one repeats its first row."""
 _MOST_KNOWN = 1 << 22
-"""Elements of the largest floating-point tensor whose values are kept."""
+"""Elements of the largest tensor that follows from sizes alone whose values are kept."""
 _INDEXING = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
+
+
+class AssumedNumbers:
+    """Numbers that Python reads from tensors without values: 1 and nearly 0 in turns.
+
+    A loop until something is small so ends after one turn, and each forward reads the same.
+    """
+
+    def __init__(self) -> None:
+        self._read = 0
+
+    def restart(self) -> None:
+        """Begin again."""
+        self._read = 0
+
+    def next(self, dtype: torch.dtype) -> bool | int | float:
+        """Return the next number of a tensor of ``dtype``."""
+        self._read += 1
+        is_one = self._read % 2 == 1
+        if dtype.is_floating_point:
+            return 1.0 if is_one else 1e-9
+        return is_one if dtype == torch.bool else int(is_one)
 
 
 class AssumedValues(TorchDispatchMode):
@@ -32,7 +54,7 @@ class AssumedValues(TorchDispatchMode):
         self._values: dict[Any, torch.Tensor] = {}
         self._alive: list[torch.UntypedStorage] = []
         self._seeds: dict[Any, int] = {}
-        self._numbers_read = 0
+        self.numbers = AssumedNumbers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,9 +82,14 @@ class AssumedValues(TorchDispatchMode):
 
     @staticmethod
     def _has_values(tensor: torch.Tensor, is_known: bool) -> bool:
-        """Return whether a result gets values: integers do, and numbers that follow from sizes alone."""
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.is_meta and (not is_number or (is_known and tensor.numel() <= _MOST_KNOWN))
+        """Return whether a result gets values: integers do, and numbers that follow from sizes alone.
+
+        A single unknown truth does not: see `AssumedNumbers`.
+        """
+        if is_known:
+            return tensor.is_meta and tensor.numel() <= _MOST_KNOWN
+        is_truth = tensor.dtype == torch.bool and not tensor.dim()
+        return tensor.is_meta and not (tensor.is_floating_point() or tensor.is_complex() or is_truth)
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> Any:
@@ -120,12 +147,7 @@ class AssumedValues(TorchDispatchMode):
         return given
 
     def _number(self, tensor: torch.Tensor) -> Any:
-        """Return a number that Python reads.
-
-        Where nothing gives its value, it is 1 and nearly 0 in turns, so that a loop until something is small ends.
-        """
+        """Return a number that Python reads."""
         if not tensor.is_meta or self._key(tensor) in self._values:
             return self._value(tensor).item()
-        self._numbers_read += 1
-        number = 1.0 if self._numbers_read % 2 else 1e-9
-        return number if tensor.is_floating_point() else self._value(tensor).item()
+        return self.numbers.next(tensor.dtype)

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.model_rewrites.tree_paths import tensors_by_path
+
 OP_NAME = "shardplan.opaque.default"
 
 SAMPLES = "0"
@@ -52,25 +54,26 @@ class SampleSplit(NamedTuple):
     """How a call runs on each rank's samples.
 
     Attributes:
-        inputs: for each tensor among the arguments, `SAMPLES` or `WHOLE`.
+        inputs: path of a tensor among the arguments -> `SAMPLES` or `WHOLE`.
         outputs: for each tensor among the results, `SAMPLES`, `MEAN` or `SUM`.
     """
 
-    inputs: tuple[str, ...]
+    inputs: Mapping[str, str]
     outputs: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The split as an argument of the op."""
-        return f"{' '.join(self.inputs)};{' '.join(self.outputs)}"
+        """The split as an argument of the op, such as ``0=0 mask=-;0 mean``."""
+        return f"{' '.join(f'{path}={place}' for path, place in self.inputs.items())};{' '.join(self.outputs)}"
 
     @classmethod
     def parse(cls, text: str) -> SampleSplit | None:
         """Return the split of an op; None: it runs on whole tensors only."""
         if not text:
             return None
-        inputs, _, outputs = text.partition(";")
-        return cls(tuple(inputs.split()), tuple(outputs.split()))
+        inputs, _, outputs = text.rpartition(";")
+        pairs = [each.rpartition("=") for each in inputs.split()]
+        return cls({path: place for path, _, place in pairs}, tuple(outputs.split()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +84,16 @@ class OpaqueCall:
         output: the result, with meta tensors.
         per_sample: costs that grow with the batch, at the traced batch.
         fixed: costs that do not.
-        saved: positions, among the op's tensors, of those that autograd saves.
+        saved_arguments: paths of the arguments that autograd saves.
+        saved_parameters: positions of the module's parameters that it saves.
         split: how it runs on each rank's samples; None: it runs on whole tensors only.
     """
 
     output: Any
     per_sample: OpaqueCosts
     fixed: OpaqueCosts
-    saved: tuple[int, ...]
+    saved_arguments: frozenset[str]
+    saved_parameters: frozenset[int]
     split: SampleSplit | None
 
 
@@ -168,16 +173,23 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., An
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = next(in_turns)
         leaves, structure = pytree.tree_flatten(call.output)
-        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(leaves)
+        arguments = tensors_by_path(args, kwargs)
+        saved = [index for index, path in enumerate(arguments) if path in call.saved_arguments]
+        split = None
+        if call.split is not None:
+            # A mask that only the trace makes has its samples first.
+            places = {path: call.split.inputs.get(path, SAMPLES) for path in arguments}
+            split = call.split._replace(inputs=places)
         tensors = torch.ops.shardplan.opaque(
-            [*tensors_in((args, kwargs)), *module.parameters()],
+            [*arguments.values(), *module.parameters()],
             [size for result in results for size in result.shape],
             [result.dim() for result in results],
             " ".join(str(result.dtype).removeprefix("torch.") for result in results),
             list(call.per_sample),
             list(call.fixed),
-            list(call.saved),
-            call.split.text if call.split else "",
+            [*saved, *(len(arguments) + index for index in sorted(call.saved_parameters))],
+            "" if split is None else split.text,
         )
         given = iter(tensors)
         filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

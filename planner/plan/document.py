@@ -123,9 +123,9 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> activation checkpointing mode."""
     local_ops: list[str] = []
     """Names of ops that each rank runs on its local tensors, because DTensor has no rule for them."""
-    opaque_modules: dict[str, Annotated[str, Field(pattern=r"^(([0-]( [0-])*)?;(0|mean|sum)( (0|mean|sum))*)?$")]] = {}
+    opaque_modules: dict[str, Annotated[str, Field(pattern=r"^(([^ ;=]+=[-0]( [^ ;=]+=[-0])*)?;[0a-z ]+)?$")]] = {}
     """FQN pattern of modules that run as one op -> how their arguments and results are split by samples, such as
-    "0 -;0 mean"; "" where they run on whole tensors only."""
+    "0=0 mask=-;0 mean"; "" where they run on whole tensors only."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step; gradients accumulate over them."""
     zigzag: ZigzagOrder | None = None

@@ -10,7 +10,7 @@ from planner.errors import UnsupportedOpError
 from planner.regions.regions import Region, RegionGraph, RegionOp, find_op_inputs
 from planner.run.model_analysis import ModelAnalysis
 from planner.strategies.axis_strategies import AxisRules
-from planner.strategies.dtensor_rules import quiet_dtensor
+from planner.strategies.dtensor_rules import is_unruled_in_place_view, quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
 from planner.strategies.local_ops import ALWAYS_LOCAL, can_be_local, packet_name, with_local_ops
 
@@ -61,6 +61,9 @@ def unsupported_ops(regions: RegionGraph, table: StrategyTable) -> UnsupportedOp
             region = regions.regions[region_class.members[0]]
             if not table.runs_replicated(region):
                 found.update((each, None) for each in _unsupported(region, region_class.pattern, rules))
+            else:
+                views = (region_op for region_op in region.ops if _is_unruled_view(region, region_op))
+                found.update(((view.op.target_name, region_class.pattern, "forward"), None) for view in views)
     return UnsupportedOpError(tuple(found)) if found else None
 
 
@@ -72,10 +75,18 @@ def _unsupported(region: Region, pattern: str, rules: AxisRules) -> Iterator[tup
     yield from failing or [(region_op.op.target_name, pattern, "with the ops next to it") for region_op in region.ops]
 
 
+def _is_unruled_view(region: Region, region_op: RegionOp) -> bool:
+    """Return whether an op changes a DTensor to a view of it, and DTensor has no rule for that."""
+    is_plain = not region_op.inputs or region.slots[region_op.inputs[0]].origin == "plain"
+    return not is_plain and is_unruled_in_place_view(region_op.op.target)
+
+
 def _failing_pass(region: Region, region_op: RegionOp, rules: AxisRules) -> str | None:
     """Return the pass in which an op fails on replicated tensors, "forward" or "backward"; None if it runs."""
     inputs = find_op_inputs(region, region_op)
     placements = tuple(None if region.slots[i].origin == "plain" else R for i in region_op.inputs)
+    if _is_unruled_view(region, region_op):
+        return "forward"
     outputs = rules.forward(region_op.op, inputs, placements)
     if outputs is None or any(placement != R for placement in outputs):
         return "forward"

@@ -67,6 +67,17 @@ def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
+def is_unruled_in_place_view(target: Any) -> bool:
+    """Return whether ``target`` changes its tensor to a view, such as ``unsqueeze_``, and DTensor has no rule for it.
+
+    Rules are tried on the variant that returns a new tensor.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view not in target.tags:
+        return False
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    return target not in propagator.op_strategy_funcs and target not in propagator.op_single_dim_strategy_funcs
+
+
 @contextmanager
 def quiet_dtensor() -> Iterator[None]:
     """Silence DTensor's log of layouts that it refuses, and its warning that random ops differ on CPUs.

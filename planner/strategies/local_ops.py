@@ -141,7 +141,7 @@ def opaque_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     count = len(split.outputs) if split else len(op.outputs)
     rules = [_opaque_rule(inputs, [R] * len(inputs), [R] * count, R)]
     if split:
-        places = [Shard(0) if place == SAMPLES else R for place in split.inputs]
+        places = [Shard(0) if place == SAMPLES else R for place in split.inputs.values()]
         parameters = [R] * (len(inputs) - len(places))
         results = [Shard(0) if place == SAMPLES else R for place in split.outputs]
         rules.append(_opaque_rule(inputs, [*places, *parameters], results, Partial()))

@@ -20,8 +20,8 @@ from planner.plan.sharding_plan import ShardingPlan
 STEPS = 3
 
 SPLITS = {
-    "experts in a loop": {"blocks.*.experts": "0;0"},
-    "rows found by values": {"": "0 0;mean"},
+    "experts in a loop": {"blocks.*.experts": "0=0;0"},
+    "rows found by values": {"": "0=0 1=0;mean"},
     "labels that are counted": {"": ""},
     "a branch on a sum": {"": ""},
     "scaled by a buffer": {"scale": ""},

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, shard_counts
 from executor.resolve.batch import layout_like
-from executor.resolve.fqns import path_text, positional_names
+from executor.resolve.fqns import positional_names
 from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
+from planner.model_rewrites.tree_paths import path_text
 from planner.plan.ports import Port
 
 
