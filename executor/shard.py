@@ -193,10 +193,11 @@ def _shard(
         random=random,
     )
 
-    replace_experts(module, redistributor)
+    in_opaque = {part for fqn in resolved.opaque_modules for part in module.get_submodule(fqn).modules()}
+    replace_experts(module, redistributor, opaque=in_opaque)
     run_opaque(module, resolved.opaque_modules, redistributor)
     if job.fused_ops:
-        replace_with_fused_ops(module, redistributor, opaque=replacements)
+        replace_with_fused_ops(module, redistributor, opaque={*replacements, *in_opaque})
     concatenate_mla_keys(module)
     batch_norm_for_sync(module)
     read_recurrent_weights(module)

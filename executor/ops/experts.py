@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,10 @@ _GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placem
 gate_up, gradient of down)."""
 
 
-def replace_experts(module: nn.Module, redistributor: Redistributor) -> None:
-    """Replace the forward of the experts in ``module`` whose parameters are DTensors."""
+def replace_experts(module: nn.Module, redistributor: Redistributor, *, opaque: Collection[nn.Module] = ()) -> None:
+    """Replace the forward of the experts in ``module`` whose parameters are DTensors, but for those in ``opaque``."""
     for part, activation in experts_in(module):
-        if all(isinstance(parameter, DTensor) for parameter in part.parameters()):
+        if part not in opaque and all(isinstance(parameter, DTensor) for parameter in part.parameters()):
             part.forward = _ExpertsForward(part, activation, redistributor)
 
 

@@ -10,6 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of grouped matrix multiplications, of all groups together."""
+    if a.dim() == 3 and b.dim() == 2:
+        return 2 * a.shape[1] * a.shape[2] * b.shape[1]
+    return 2 * a.numel() * b.shape[-1]
+
+
+FORMULAS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped_flops}
+"""Op -> the function of its arguments and its result that returns its FLOPs."""
+
+
 class FlopCount(TorchDispatchMode):
     """Adds up the FLOPs of all ops that run inside it.
 
@@ -30,7 +41,7 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._overloadpacket not in flop_registry:
+        if func._overloadpacket not in FORMULAS:
             # Composite ops count as what they decompose into, as in torch's FlopCounterMode.
             decomposed = (
                 func.decompose(*args, **kwargs) if func is not torch.ops.prim.device.default else NotImplemented
@@ -38,8 +49,8 @@ class FlopCount(TorchDispatchMode):
             if decomposed is not NotImplemented:
                 return decomposed
         out = func(*args, **kwargs)
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if func._overloadpacket in FORMULAS:
+            self.flops += FORMULAS[func._overloadpacket](*args, **kwargs, out_val=out)
             if isinstance(out, torch.Tensor):
                 storage = out.untyped_storage()
                 self._result_nbytes[storage._cdata] = storage.nbytes()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from planner.counting.flop_count import FORMULAS
 
 
 class Dispatched(NamedTuple):
@@ -83,7 +84,7 @@ def _moved_nbytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
     inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = bool(storages) and all(result.untyped_storage()._cdata in storages for result in results)
-    if (is_view and not func._schema.is_mutable) or "empty" in func.name() or func._overloadpacket in flop_registry:
+    if (is_view and not func._schema.is_mutable) or "empty" in func.name() or func._overloadpacket in FORMULAS:
         return 0
     # An expanded tensor is read as often as it is stored.
     return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*inputs, *results))

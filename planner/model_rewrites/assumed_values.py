@@ -74,7 +74,10 @@ class AssumedValues(TorchDispatchMode):
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         is_known = all(self._key(tensor) in self._values for tensor in tensors)
         if "empty" not in func.name() and any(self._has_values(tensor, is_known) for tensor in results):
-            values = pytree.tree_leaves(self._computed(func, args, kwargs))
+            try:
+                values = pytree.tree_leaves(self._computed(func, args, kwargs))
+            except (NotImplementedError, RuntimeError):  # random indices may be out of range: they stay without values
+                return result
             for tensor, value in zip(results, [leaf for leaf in values if isinstance(leaf, torch.Tensor)], strict=True):
                 if self._has_values(tensor, is_known):
                     self._keep(tensor, value)
