@@ -5,6 +5,7 @@ attention                               attention
 linear layers                           linear
 convolutions                            convolution
 ops that DTensor has no rule for        local
+modules that cannot be traced           opaque
 embeddings, cross entropy, fused ops    lookups, cross_entropy, fused
 sums, means, other losses               reductions
 experts and their tokens                experts, token_exchange, grouped_gemm

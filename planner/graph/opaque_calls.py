@@ -1,7 +1,7 @@
 """`opaque_calls`: what the calls of opaque modules return and cost, from a forward of the model on the meta device.
 
-What depends on values has assumed ones (`planner.model_rewrites.assumed_values`). Two forwards, with two and with three
-samples, show what grows with the batch.
+What depends on values has assumed ones (`planner.model_rewrites.assumed_values`). Forwards with more and with fewer
+samples show what grows with the batch; with other values, whether a result has as many elements as values say.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts, tensors_in
 from planner.model_rewrites.tree_paths import tensors_by_path
 
-_FEW, _MORE = 2, 3
-"""Numbers of samples of the two forwards."""
+_FEW, _MORE = 8, 12
+"""Numbers of samples of the forwards."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,25 +54,31 @@ def opaque_calls(
         batch: samples of the calls that are returned.
 
     Raises:
-        ModelError: the sizes of a result do not grow with the batch, or a module writes to its parameters.
+        ModelError: the sizes of a result depend on values, or do not grow with the batch; or a module writes to its
+            parameters.
     """
-    few, more = (_recorded(module, opaque, with_batch(inputs, samples, count)) for count in (_FEW, _MORE))
+    few, more, other = (
+        _recorded(module, opaque, with_batch(inputs, samples, count), seed)
+        for seed, count in enumerate((_FEW, _MORE, _FEW))
+    )
     calls: dict[nn.Module, list[OpaqueCall]] = {}
     for part in opaque:
-        if len(few[part]) != len(more[part]):
-            raise ModelError(f"{type(part).__name__} is called once for each sample.")
+        if not len(few[part]) == len(more[part]) == len(other[part]):
+            raise ModelError(f"{type(part).__name__} is called as often as samples or values say.")
+        if any(_shapes(one) != _shapes(two) for one, two in zip(few[part], other[part], strict=True)):
+            raise ModelError(f"{type(part).__name__} returns as many elements as values say.")
         pairs = list(zip(few[part], more[part], strict=True))
         calls[part] = [_at_batch(part, first, second, batch) for first, second in pairs]
     return {part: each for part, each in calls.items() if each}
 
 
 def _recorded(
-    module: nn.Module, opaque: Collection[nn.Module], inputs: ExampleInputs
+    module: nn.Module, opaque: Collection[nn.Module], inputs: ExampleInputs, seed: int
 ) -> dict[nn.Module, list[_Recorded]]:
-    """Return opaque module -> its calls in a forward of ``module``."""
+    """Return opaque module -> its calls in a forward of ``module``; ``seed`` is that of the assumed values."""
     recorded: dict[nn.Module, list[_Recorded]] = {part: [] for part in opaque}
     with ExitStack() as stack:
-        values = AssumedValues()
+        values = AssumedValues(seed)
         for part in opaque:
             part.__dict__["forward"] = _RecordingForward(part, recorded[part], values)
             stack.callback(part.__dict__.pop, "forward", None)
@@ -169,7 +175,8 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) ->
     ]
     given = iter(results)
     output = pytree.tree_map_only(torch.Tensor, lambda _: next(given), few.output)
-    growth = [max(more_cost - few_cost, 0) for few_cost, more_cost in zip(few.costs, more.costs, strict=True)]
+    # Whole numbers, so that what grows is a multiple of the traced batch (`planner.graph.op_graph.at_batch`).
+    growth = [max(round((b - a) / (_MORE - _FEW)), 0) for a, b in zip(few.costs, more.costs, strict=True)]
     fixed = [max(cost - _FEW * slope, 0) for cost, slope in zip(few.costs, growth, strict=True)]
     call = RunnableCall(
         module=module,
@@ -186,6 +193,10 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) ->
         saved_parameters=few.saved_parameters | more.saved_parameters,
         split=sample_split(call, _FEW),
     )
+
+
+def _shapes(recorded: _Recorded) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors_in(recorded.output)]
 
 
 def _pairs(few: _Recorded, more: _Recorded) -> list[tuple[torch.Tensor, torch.Tensor]]:

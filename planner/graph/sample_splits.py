@@ -55,8 +55,10 @@ def sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
         inputs.append(SAMPLES if grown else WHOLE)
     if SAMPLES not in inputs:
         return None
-    shapes = [few for few, _ in call.sizes]
-    whole_flops = 2 * call.flops
+    # Halves of two samples.
+    places = zip(call.sizes, inputs, strict=True)
+    shapes = [(2 * few[0] // samples, *few[1:]) if place == SAMPLES else few for (few, _), place in places]
+    whole_flops = 4 * call.flops / samples
     if whole_flops > _MOST_FLOPS:
         longest = max(math.prod(shape[1:-1]) for shape in shapes)
         tensors = tensors_in((call.args, call.kwargs))

@@ -47,13 +47,18 @@ class AssumedNumbers:
 
 
 class AssumedValues(TorchDispatchMode):
-    """Within this context, ops on meta tensors whose results depend on values have results."""
+    """Within this context, ops on meta tensors whose results depend on values have results.
 
-    def __init__(self) -> None:
+    Args:
+        seed: of the random values. The same ops on the same tensors have the same values.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
         self._values: dict[Any, torch.Tensor] = {}
         self._alive: list[torch.UntypedStorage] = []
-        self._seeds: dict[Any, int] = {}
+        self._origins: dict[Any, int] = {}
         self.numbers = AssumedNumbers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,6 +77,7 @@ class AssumedValues(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             return pytree.tree_map_only(torch.Tensor, self._on_meta, self._computed(func, args, kwargs))
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._note_origins(func, args, kwargs, results)
         is_known = all(self._key(tensor) in self._values for tensor in tensors)
         if "empty" not in func.name() and any(self._has_values(tensor, is_known) for tensor in results):
             try:
@@ -124,13 +130,26 @@ class AssumedValues(TorchDispatchMode):
         self._keep(tensor, value)
         return value
 
-    def _generator(self, tensor: torch.Tensor) -> torch.Generator:
-        """Return a generator that draws the same numbers for one tensor each time."""
-        key = self._key(tensor)
-        if key not in self._seeds:
-            self._seeds[key] = len(self._seeds)
+    def _note_origins(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+        """Note what each result comes of, so that one that is computed twice has the same values."""
+        is_chance = torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable or "empty" in func.name()
+        leaves = pytree.tree_leaves((args, kwargs))
+        parts = tuple(self._origin(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+        for index, tensor in enumerate(results):
+            origin = len(self._origins) if is_chance else hash((func.name(), parts, index))
+            self._origins[self._key(tensor)] = origin
             self._alive.append(tensor.untyped_storage())
-        return torch.Generator().manual_seed(self._seeds[key])
+
+    def _origin(self, tensor: torch.Tensor) -> int:
+        key = self._key(tensor)
+        if key not in self._origins:
+            self._origins[key] = len(self._origins)
+            self._alive.append(tensor.untyped_storage())
+        return self._origins[key]
+
+    def _generator(self, tensor: torch.Tensor) -> torch.Generator:
+        """Return a generator that draws the same numbers each time for tensors of one origin."""
+        return torch.Generator().manual_seed(hash((self._seed, self._origin(tensor))) % 2**63)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of ``func`` on the values of its arguments."""

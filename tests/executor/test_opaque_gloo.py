@@ -21,6 +21,7 @@ STEPS = 3
 
 SPLITS = {
     "experts in a loop": {"blocks.*.experts": "0=0;0"},
+    "experts that some ranks do not use": {"experts": "0=0;0"},
     "rows found by values": {"": "0=0 1=0;mean"},
     "labels that are counted": {"": ""},
     "a branch on a sum": {"": ""},

@@ -60,6 +60,18 @@ class SparseModel(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class ExpertsOfHalves(nn.Module):
+    """Experts of which the samples above 0 choose two, and those below 0 the other two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.last = LoopedExperts(16), nn.Linear(16, 16)
+        self.experts.router.weight.data = torch.tensor([1.0, 1.0, -1.0, -1.0])[:, None].expand(4, 16).clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.experts(x))
+
+
 class PositiveRows(nn.Module):
     """Takes the rows above 0, in the root; the loss is a mean over samples."""
 
@@ -124,11 +136,18 @@ def _labels() -> Tensor:
     return labels
 
 
+def _unlike_halves() -> Tensor:
+    samples = torch.rand(BATCH, 6, 16) + 0.1
+    samples[BATCH // 2 :] *= -1
+    return samples
+
+
 VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "experts in a loop": lambda: (
         SparseModel(),
         (torch.randint(0, 24, (BATCH, 6)), torch.randint(0, 24, (BATCH, 6))),
     ),
+    "experts that some ranks do not use": lambda: (ExpertsOfHalves(), (_unlike_halves(),)),
     "rows found by values": lambda: (PositiveRows(), (torch.randn(BATCH, 16), torch.randn(BATCH, 4))),
     "labels that are counted": lambda: (CountedLabels(), (torch.randn(BATCH, 6, 16), _labels())),
     "a branch on a sum": lambda: (BranchesOnASum(), (torch.randn(BATCH, 16),)),

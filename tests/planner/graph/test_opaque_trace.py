@@ -1,0 +1,136 @@
+"""Modules that cannot be traced become one op: which ones, what the op costs, and how it may be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.value_modules import BATCH, VALUE_MODULES, LoopedExperts
+from torch import Tensor, nn
+
+from planner import build_plan
+from planner.errors import ModelError, UnmatchedKeyError
+from planner.graph.op_graph import at_batch
+from planner.graph.trace_module import TracedModule, trace_module
+from planner.model_rewrites.opaque_op import OP_NAME, costs_of
+from planner.profile.profile import profile_graph
+
+
+def traced(module: nn.Module, *inputs: Any, **options: Any) -> TracedModule:
+    return trace_module(module, example_inputs=inputs, batch=BATCH, dtype="fp32", **options)
+
+
+def splits_of(module: TracedModule) -> dict[str, str]:
+    graph = module.graph
+    return {graph.calls[op.call].fqn: str(op.args[7]) for op in graph.ops if op.target_name == OP_NAME}
+
+
+class Residual(nn.Module):
+    """A module around one that cannot be traced, whose own code can."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.inner(x))
+
+
+class ReturnsRows(nn.Module):
+    """Its result has as many rows as values say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum((1, 2)) > 0]
+
+
+class MeanOfRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ReturnsRows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rows(x).mean()
+
+
+class NormOfTheBatch(nn.Module):
+    """Reads the values of its samples, and normalizes over all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(0)
+        return x * 2 if x[0, 0, 0] > 0 else x
+
+
+def test_only_what_cannot_be_traced_is_opaque() -> None:
+    model = traced(Residual(LoopedExperts(16)), torch.randn(BATCH, 6, 16))
+    assert splits_of(model) == {"inner": "0=0;0"}
+    assert {"aten.linear.default", "aten.add.Tensor"} <= {op.target_name for op in model.graph.ops}
+    assert model.any_batch
+
+
+def test_the_module_around_takes_over_where_a_result_has_no_size() -> None:
+    assert splits_of(traced(Residual(MeanOfRows()), torch.randn(BATCH, 6, 16))) == {"inner": ""}
+
+
+def test_samples_that_need_each_other_are_not_split() -> None:
+    assert splits_of(traced(Residual(NormOfTheBatch()), torch.randn(BATCH, 6, 16))) == {"inner": ""}
+
+
+def test_modules_are_opaque_by_name() -> None:
+    model = nn.Sequential(*(Residual(nn.Linear(16, 16)) for _ in range(3)))
+    inputs = (torch.randn(BATCH, 6, 16),)
+    assert splits_of(traced(model, *inputs)) == {}
+    assert splits_of(traced(model, *inputs, opaque_modules=["*.inner"])) == dict.fromkeys(
+        ("0.inner", "1.inner", "2.inner"), "0=0;0"
+    )
+    plan = build_plan(model, example_inputs=inputs, cluster="1x2xtoy", mesh="dp=2", dtype="fp32", opaque_modules=("0",))
+    assert dict(plan.opaque_modules) == {"0": "0=0;0"}
+    assert any("run as one op" in note and ": 0." in note for note in plan.notes)
+    with pytest.raises(UnmatchedKeyError, match="middle"):
+        traced(model, *inputs, opaque_modules=["middle"])
+
+
+def test_costs_are_those_of_the_ops_inside() -> None:
+    # Every token takes two of four experts: 2 x 2 matrix multiplications of 16 x 32, and the router's of 16 x 4.
+    model = traced(LoopedExperts(16), torch.randn(BATCH, 6, 16), opaque_modules=[""])
+    (op,) = at_batch(model.graph, model.traced_batch, 100).ops
+    costs = costs_of(op.args)
+    tokens = 100 * 6
+    assert costs.flops == pytest.approx(tokens * (2 * 2 * 2 * 16 * 32 + 2 * 16 * 4), rel=0.02)
+    # The input needs no gradient: that of the experts' first and of the router's multiplication is not computed.
+    assert costs.backward_flops == pytest.approx(2 * costs.flops - tokens * (2 * 2 * 16 * 32 + 2 * 16 * 4), rel=0.02)
+    profile = profile_graph(at_batch(model.graph, model.traced_batch, 100), flash_attention=False).ops[op.name]
+    hidden = 4 * tokens * 2 * 32  # saved before and after each activation
+    assert 2 * hidden < profile.saved_extra_nbytes < 6 * hidden
+
+
+@pytest.mark.parametrize("name", VALUE_MODULES)
+def test_modules_whose_forward_calls_self_otherwise_are_named(name: str) -> None:
+    module, inputs = VALUE_MODULES[name]()
+    assert splits_of(traced(module, *inputs))
+
+
+class Broken(nn.Module):
+    def forward(this, x: Tensor) -> Tensor:
+        return x @ x
+
+
+def test_a_module_that_does_not_run_is_named_in_the_error() -> None:
+    with pytest.raises(ModelError, match=r"in its module 'inner' \(Broken"):
+        traced(Residual(Broken()), torch.randn(BATCH, 6, 16))
+
+
+class WritesItsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=float(x.abs().max()) + 1.0)
+        return x * self.scale
+
+
+def test_a_module_that_writes_to_its_parameters_is_refused() -> None:
+    with pytest.raises(ModelError):
+        traced(Residual(WritesItsParameter()), torch.randn(BATCH, 6, 16))
