@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -152,18 +152,22 @@ class AssumedValues(TorchDispatchMode):
         return torch.Generator().manual_seed(hash((self._seed, self._origin(tensor))) % 2**63)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of ``func`` on the values of its arguments."""
+        """Return the result of ``func`` on the values of its arguments, unseen by what counts ops."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, dict(kwargs)))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+        with _disable_current_modes():
+            return func(*args, **kwargs)
 
     def _positions(self, indices: Any) -> list[Any]:
         """Return the indices of an indexing op, with those that a mask selects in place of the mask."""
         given: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.is_meta:
-                given += [self._on_meta(position) for position in self._value(index).nonzero().unbind(1)]
+                mask = self._value(index)
+                with _disable_current_modes():
+                    positions = mask.nonzero().unbind(1)
+                given += [self._on_meta(position) for position in positions]
             else:
                 given.append(index)
         return given
