@@ -24,8 +24,8 @@ from executor.torch_internals.dtensor import run_function, storage_key
 from executor.torch_internals.random import random_region
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.assumed_values import AssumedValues
-from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SampleSplit, tensors_in
-from planner.model_rewrites.tree_paths import tensors_by_path
+from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SampleSplit
+from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 
 def run_opaque(module: nn.Module, splits: Mapping[str, str], redistributor: Redistributor) -> None:

@@ -7,9 +7,9 @@ samples show what grows with the batch; with other values, whether a result has 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,10 @@ from planner.counting.live_bytes import LiveBytesMode
 from planner.errors import ModelError
 from planner.graph.capture import ExampleInputs
 from planner.graph.example_inputs import with_batch
-from planner.graph.sample_splits import RunnableCall, sample_split
+from planner.graph.sample_splits import RunnableCall, SampleSplits
 from planner.model_rewrites.assumed_values import AssumedValues
-from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts, tensors_in
-from planner.model_rewrites.tree_paths import tensors_by_path
+from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts
+from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 _FEW, _MORE = 8, 12
 """Numbers of samples of the forwards."""
@@ -62,13 +62,14 @@ def opaque_calls(
         for seed, count in enumerate((_FEW, _MORE, _FEW))
     )
     calls: dict[nn.Module, list[OpaqueCall]] = {}
+    splits = SampleSplits(_FEW)
     for part in opaque:
         if not len(few[part]) == len(more[part]) == len(other[part]):
             raise ModelError(f"{type(part).__name__} is called as often as samples or values say.")
         if any(_shapes(one) != _shapes(two) for one, two in zip(few[part], other[part], strict=True)):
             raise ModelError(f"{type(part).__name__} returns as many elements as values say.")
         pairs = list(zip(few[part], more[part], strict=True))
-        calls[part] = [_at_batch(part, first, second, batch) for first, second in pairs]
+        calls[part] = [_at_batch(part, first, second, batch, splits) for first, second in pairs]
     return {part: each for part, each in calls.items() if each}
 
 
@@ -78,20 +79,34 @@ def _recorded(
     """Return opaque module -> its calls in a forward of ``module``; ``seed`` is that of the assumed values."""
     recorded: dict[nn.Module, list[_Recorded]] = {part: [] for part in opaque}
     with ExitStack() as stack:
-        values = AssumedValues(seed)
+        values, measured = AssumedValues(seed), dict[Hashable, _Measured]()
         for part in opaque:
-            part.__dict__["forward"] = _RecordingForward(part, recorded[part], values)
+            part.__dict__["forward"] = _RecordingForward(part, recorded[part], values, measured)
             stack.callback(part.__dict__.pop, "forward", None)
         stack.enter_context(values)
         module(*inputs.args, **inputs.kwargs)
     return recorded
 
 
+class _Measured(NamedTuple):
+    """What a call costs, and the positions, among its arguments and parameters, of what autograd saves."""
+
+    costs: OpaqueCosts
+    saved: frozenset[int]
+
+
 class _RecordingForward:
     """The forward of a module, which records what each call takes, returns and costs."""
 
-    def __init__(self, module: nn.Module, recorded: list[_Recorded], values: AssumedValues) -> None:
-        self._module, self._forward, self._recorded, self._values = module, module.forward, recorded, values
+    def __init__(
+        self,
+        module: nn.Module,
+        recorded: list[_Recorded],
+        values: AssumedValues,
+        measured: dict[Hashable, _Measured],
+    ) -> None:
+        self._module, self._forward, self._recorded = module, module.forward, recorded
+        self._values, self._measured = values, measured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -103,12 +118,16 @@ class _RecordingForward:
             self._values.numbers.restart()
             return self._forward(*run_args, **run_kwargs)
 
-        parameters = list(self._module.parameters())
+        tensors, parameters = tensors_in(leaves), list(self._module.parameters())
         versions = [parameter._version for parameter in parameters]
-        paths = list(tensors_by_path(args, kwargs))
-        output, costs, saved = _measured(run, tensors_in(leaves), parameters)
+        output = run(tensors)
         if versions != [parameter._version for parameter in parameters]:
             raise ModelError(f"{type(self._module).__name__} writes to its parameters in its forward.")
+        alike = str(self._module), repr((args, kwargs)), tuple(t.requires_grad for t in (*tensors, *parameters))
+        if alike not in self._measured:
+            self._measured[alike] = _measure(run, tensors, parameters)
+        costs, saved = self._measured[alike]
+        paths = list(tensors_by_path(args, kwargs))
         self._recorded.append(
             _Recorded(
                 args=args,
@@ -122,11 +141,10 @@ class _RecordingForward:
         return output
 
 
-def _measured(
+def _measure(
     run: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
-) -> tuple[Any, OpaqueCosts, frozenset[int]]:
-    """Return the result of ``run`` on ``tensors``, what it costs, and the positions of what autograd saves."""
-    output = run(tensors)
+) -> _Measured:
+    """Return what ``run`` on ``tensors`` costs with its backward, and what autograd saves."""
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate((*leaves, *parameters))}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -149,7 +167,7 @@ def _measured(
         saved.clear()
         wanted = [tensor for tensor in (*leaves, *parameters) if tensor.requires_grad]
         if not results or not wanted:
-            return output, OpaqueCosts(int(flops), 0, forward.nbytes, 0, 0, 0, forward.ops, 0), frozenset()
+            return _Measured(OpaqueCosts(int(flops), 0, forward.nbytes, 0, 0, 0, forward.ops, 0), frozenset())
         before = live.peak = live.now
         gradients = torch.autograd.grad(results, wanted, [torch.empty_like(r) for r in results], allow_unused=True)
         returned = sum(gradient.untyped_storage().nbytes() for gradient in gradients if gradient is not None)
@@ -164,10 +182,10 @@ def _measured(
         ops=forward.ops,
         backward_ops=backward.ops,
     )
-    return output, costs, frozenset(saved_positions)
+    return _Measured(costs, frozenset(saved_positions))
 
 
-def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) -> OpaqueCall:
+def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int, splits: SampleSplits) -> OpaqueCall:
     """Return a call with ``batch`` samples."""
     results = [
         torch.empty(_scaled(small.shape, large.shape, batch), dtype=small.dtype, device="meta")
@@ -191,7 +209,7 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int) ->
         fixed=OpaqueCosts(*fixed),
         saved_arguments=few.saved_arguments | more.saved_arguments,
         saved_parameters=few.saved_parameters | more.saved_parameters,
-        split=sample_split(call, _FEW),
+        split=splits.of(call),
     )
 
 

@@ -1,4 +1,4 @@
-"""`sample_split`: whether a module treats its samples independently, found by running it on samples and halves of them.
+"""`SampleSplits`: whether a module treats its samples independently, found by running it on samples and halves of them.
 
 The trial runs on the CPU, with random parameters of the module's shapes. Where that takes too long, the dims that are
 no features are short.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SUM, WHOLE, SampleSplit, tensors_in
-from planner.model_rewrites.tree_paths import tensors_by_path
+from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SUM, WHOLE, SampleSplit
+from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 _MOST_FLOPS = 2e10
 """FLOPs of a trial: about a second."""
 _SHORT = 8
+_MOST_WEIGHTS = 1 << 26
+"""Parameters of a module that is tried with three sets of samples; a larger one is tried with one."""
 _MOST_RANDOM = 1 << 20
 """Random elements of a parameter; a larger one repeats its first column."""
 
@@ -45,8 +47,27 @@ class RunnableCall:
     flops: float
 
 
-def sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
-    """Return how ``call``, with ``samples`` samples, runs on each rank's samples; None: on whole tensors only."""
+class SampleSplits:
+    """How the calls of modules run on each rank's samples; equal modules are tried once."""
+
+    def __init__(self, samples: int) -> None:
+        """Take the number of samples in the calls."""
+        self._samples = samples
+        self._found: dict[Hashable, SampleSplit | None] = {}
+
+    def of(self, call: RunnableCall) -> SampleSplit | None:
+        """Return how ``call`` runs on each rank's samples; None: on whole tensors only."""
+        state = [*call.module.named_parameters(), *call.module.named_buffers()]
+        key = (
+            *(str(call.module), type(call.module), call.sizes, repr(call.args), repr(call.kwargs)),
+            tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in state),
+        )
+        if key not in self._found:
+            self._found[key] = _sample_split(call, self._samples)
+        return self._found[key]
+
+
+def _sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
     inputs = []
     for few, more in call.sizes:
         grown = [dim for dim, (a, b) in enumerate(zip(few, more, strict=True)) if a != b]
@@ -101,7 +122,8 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
     dtypes = [tensor.dtype for tensor in tensors_in((call.args, call.kwargs))]
     buffers = [buffer.clone() for buffer in module.buffers()]
     places: list[str | None] = []
-    for shift in (0.0, 2.0, -2.0):
+    is_large = sum(parameter.numel() for parameter in module.parameters()) > _MOST_WEIGHTS
+    for shift in (2.0,) if is_large else (0.0, 2.0, -2.0):
         tensors = [
             _unlike_halves(_random((2 * shape[0], *shape[1:]), dtype), shift)
             if place == SAMPLES

@@ -7,11 +7,14 @@ numbers.
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from planner.model_rewrites.tree_paths import tensors_in
 
 aten = torch.ops.aten
 
@@ -46,6 +49,29 @@ class AssumedNumbers:
         return is_one if dtype == torch.bool else int(is_one)
 
 
+class _Pending(NamedTuple):
+    """An op whose results have values that nobody has asked for yet."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    results: list[torch.Tensor]
+
+
+def _changed_by(func: Any, args: Any) -> list[torch.Tensor]:
+    """Return the tensors that an op writes to."""
+    if not func._schema.is_mutable:
+        return []
+    pairs = zip(func._schema.arguments, args, strict=False)
+    written = [arg for schema, arg in pairs if schema.alias_info is not None and schema.alias_info.is_write]
+    return tensors_in(written)
+
+
+def _number_of(parts: Any) -> int:
+    """Return a number that is the same for equal ``parts`` in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
+
+
 class AssumedValues(TorchDispatchMode):
     """Within this context, ops on meta tensors whose results depend on values have results.
 
@@ -57,6 +83,7 @@ class AssumedValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._values: dict[Any, torch.Tensor] = {}
+        self._pending: dict[Any, _Pending] = {}
         self._alive: list[torch.UntypedStorage] = []
         self._origins: dict[Any, int] = {}
         self.numbers = AssumedNumbers()
@@ -72,22 +99,51 @@ class AssumedValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return self._computed(func, args, kwargs)
+        is_known = all(map(self._is_known, tensors))
+        changed = _changed_by(func, args)
+        if any(map(self._is_known, changed)):
+            self._compute_pending()  # from what is there before it changes
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             return pytree.tree_map_only(torch.Tensor, self._on_meta, self._computed(func, args, kwargs))
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._note_origins(func, args, kwargs, results)
-        is_known = all(self._key(tensor) in self._values for tensor in tensors)
-        if "empty" not in func.name() and any(self._has_values(tensor, is_known) for tensor in results):
-            try:
-                values = pytree.tree_leaves(self._computed(func, args, kwargs))
-            except (NotImplementedError, RuntimeError):  # random indices may be out of range: they stay without values
-                return result
-            for tensor, value in zip(results, [leaf for leaf in values if isinstance(leaf, torch.Tensor)], strict=True):
-                if self._has_values(tensor, is_known):
-                    self._keep(tensor, value)
+        if changed:
+            self._values.update(self._computed_values(_Pending(func, args, kwargs, results), is_known))
+        elif "empty" not in func.name():
+            pending = _Pending(func, args, kwargs, results)
+            # What is known already is a view of a whole tensor.
+            having = (t for t in results if self._has_values(t, is_known) and not self._is_known(t))
+            self._pending.update(dict.fromkeys(map(self._key, having), pending))
         return result
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return self._key(tensor) in self._values or self._key(tensor) in self._pending
+
+    def _compute(self, pending: _Pending) -> None:
+        """Compute the values of the results of one op, which most often nobody asks for."""
+        keys = [key for key in map(self._key, pending.results) if self._pending.get(key) is pending]
+        for key in keys:
+            del self._pending[key]
+        values = self._computed_values(pending, is_known=True)
+        self._values.update({key: values[key] for key in keys if key in values})
+
+    def _computed_values(self, op: _Pending, is_known: bool) -> dict[Any, torch.Tensor]:
+        """Return key -> values of those results of an op that have any."""
+        if not any(self._has_values(tensor, is_known) for tensor in op.results):
+            return {}
+        try:
+            values = tensors_in(self._computed(op.func, op.args, op.kwargs))
+        except (NotImplementedError, RuntimeError, IndexError):
+            return {}  # random indices may be out of range: the results stay without values
+        self._alive += [tensor.untyped_storage() for tensor in op.results]
+        pairs = zip(op.results, values, strict=True)
+        return {self._key(tensor): value for tensor, value in pairs if self._has_values(tensor, is_known)}
+
+    def _compute_pending(self) -> None:
+        for pending in list(self._pending.values()):
+            self._compute(pending)
 
     @staticmethod
     def _has_values(tensor: torch.Tensor, is_known: bool) -> bool:
@@ -119,7 +175,10 @@ class AssumedValues(TorchDispatchMode):
         """Return the values of a tensor: those that are kept, or random ones."""
         if not tensor.is_meta:
             return tensor
-        kept = self._values.get(self._key(tensor))
+        key = self._key(tensor)
+        if key in self._pending:
+            self._compute(self._pending[key])
+        kept = self._values.get(key)
         if kept is not None:
             return kept
         shape = tuple(tensor.shape)
@@ -136,7 +195,7 @@ class AssumedValues(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         parts = tuple(self._origin(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         for index, tensor in enumerate(results):
-            origin = len(self._origins) if is_chance else hash((func.name(), parts, index))
+            origin = len(self._origins) if is_chance else _number_of((func.name(), parts, index))
             self._origins[self._key(tensor)] = origin
             self._alive.append(tensor.untyped_storage())
 
@@ -149,7 +208,7 @@ class AssumedValues(TorchDispatchMode):
 
     def _generator(self, tensor: torch.Tensor) -> torch.Generator:
         """Return a generator that draws the same numbers each time for tensors of one origin."""
-        return torch.Generator().manual_seed(hash((self._seed, self._origin(tensor))) % 2**63)
+        return torch.Generator().manual_seed(_number_of((self._seed, self._origin(tensor))))
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of ``func`` on the values of its arguments, unseen by what counts ops."""
@@ -174,6 +233,6 @@ class AssumedValues(TorchDispatchMode):
 
     def _number(self, tensor: torch.Tensor) -> Any:
         """Return a number that Python reads."""
-        if not tensor.is_meta or self._key(tensor) in self._values:
+        if not tensor.is_meta or self._is_known(tensor):
             return self._value(tensor).item()
         return self.numbers.next(tensor.dtype)

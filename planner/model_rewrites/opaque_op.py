@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.model_rewrites.tree_paths import tensors_by_path
+from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 OP_NAME = "shardplan.opaque.default"
 
@@ -147,11 +147,6 @@ def _(
 def costs_of(args: Sequence[Any]) -> OpaqueCosts:
     """Return the costs that the arguments of the op give."""
     return OpaqueCosts(*(int(a) + int(b) for a, b in zip(args[4], args[5], strict=True)))
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``tree``, in order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager

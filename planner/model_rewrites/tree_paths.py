@@ -17,3 +17,8 @@ def tensors_by_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     """Return path -> tensor of all tensors in the arguments of a call, in order."""
     leaves = [*pytree.tree_leaves_with_path(args), *pytree.tree_leaves_with_path(kwargs)]
     return {path_text(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``tree``, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
