@@ -199,7 +199,8 @@ class _FromAll(torch.autograd.Function):
         ctx.save_for_backward(*(tensor for tensor, is_saved in zip(tensors, saved, strict=True) if is_saved))
         ctx.like = [(t.shape, t.dtype) for t in tensors]
         copies = tuple(torch.empty_like(result) for result in results)
-        ctx.mark_non_differentiable(*(c for c in copies if not (c.is_floating_point() or c.is_complex())))
+        pairs = zip(results, copies, strict=True)
+        ctx.mark_non_differentiable(*(copied for result, copied in pairs if not result.requires_grad))
         return copies
 
     @staticmethod

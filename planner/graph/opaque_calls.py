@@ -188,7 +188,12 @@ def _measure(
 def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int, splits: SampleSplits) -> OpaqueCall:
     """Return a call with ``batch`` samples."""
     results = [
-        torch.empty(_scaled(small.shape, large.shape, batch), dtype=small.dtype, device="meta")
+        torch.empty(
+            _scaled(small.shape, large.shape, batch),
+            dtype=small.dtype,
+            device="meta",
+            requires_grad=small.requires_grad,
+        )
         for small, large in zip(tensors_in(few.output), tensors_in(more.output), strict=True)
     ]
     given = iter(results)

@@ -161,6 +161,11 @@ def opaque_as_one_op(calls: Mapping[nn.Module, Sequence[OpaqueCall]]) -> Iterato
             module.__dict__.pop("forward", None)
 
 
+def _as(recorded: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    is_number = result.is_floating_point() or result.is_complex()
+    return result.detach() if is_number and not recorded.requires_grad else result
+
+
 def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., Any]:
     """Return the forward of an opaque module in a trace: a function, as torch.export asks for in the root."""
     in_turns = itertools.cycle(calls)
@@ -187,7 +192,8 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., An
             "" if split is None else split.text,
         )
         given = iter(tensors)
-        filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        # The op's results need gradients if its arguments do; those of the module may not.
+        filled = [_as(leaf, next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(filled, structure)
 
     forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
