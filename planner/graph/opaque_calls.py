@@ -69,7 +69,10 @@ def opaque_calls(
         if any(_shapes(one) != _shapes(two) for one, two in zip(few[part], other[part], strict=True)):
             raise ModelError(f"{type(part).__name__} returns as many elements as values say.")
         pairs = list(zip(few[part], more[part], strict=True))
-        calls[part] = [_at_batch(part, first, second, batch, splits) for first, second in pairs]
+        each = [_at_batch(part, first, second, batch, splits) for first, second in pairs]
+        if any(call.split != each[0].split for call in each):
+            each = [dataclasses.replace(call, split=None) for call in each]  # a plan has one split for a module
+        calls[part] = each
     return {part: each for part, each in calls.items() if each}
 
 

@@ -133,15 +133,47 @@ def _(
     saved: Sequence[int],
     split: str,
 ) -> list[torch.Tensor]:
-    found = [getattr(torch, name, None) for name in dtypes.split()]
-    torch._check(all(isinstance(dtype, torch.dtype) for dtype in found), lambda: f"unknown dtypes in {dtypes!r}")
-    torch._check(sum(dims) == len(sizes) and len(found) == len(dims), lambda: "sizes, dims and dtypes do not match")
-    torch._check(len(per_sample) == len(fixed) == len(OpaqueCosts._fields), lambda: "a call has eight costs")
+    check_call(len(tensors), sizes, dims, dtypes, per_sample, fixed, saved, split)
     remaining = iter(sizes)
     return [
-        tensors[0].new_empty([next(remaining) for _ in range(count)], dtype=dtype)
-        for count, dtype in zip(dims, found, strict=True)
+        tensors[0].new_empty([next(remaining) for _ in range(count)], dtype=getattr(torch, name))
+        for count, name in zip(dims, dtypes.split(), strict=True)
     ]
+
+
+def check_call(
+    tensors: int,
+    sizes: Sequence[int],
+    dims: Sequence[int],
+    dtypes: str,
+    per_sample: Sequence[int],
+    fixed: Sequence[int],
+    saved: Sequence[int],
+    split: str,
+) -> int:
+    """Return how many tensors a call of the op on so many ``tensors`` returns.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+    """
+    names = dtypes.split()
+    if not all(isinstance(getattr(torch, name, None), torch.dtype) for name in names):
+        raise ValueError(f"unknown dtypes in {dtypes[:100]!r}")
+    if sum(dims) != len(sizes) or len(names) != len(dims) or min(*sizes, *dims, 0) < 0:
+        raise ValueError("sizes, dims and dtypes do not match")
+    if not len(per_sample) == len(fixed) == len(OpaqueCosts._fields) or min(*per_sample, *fixed) < 0:
+        raise ValueError(f"a call has {len(OpaqueCosts._fields)} costs, of at least 0")
+    if not all(0 <= index < tensors for index in saved):
+        raise ValueError("what autograd saves is among the tensors")
+    places = SampleSplit.parse(split)
+    if places is not None and not (
+        len(places.inputs) <= tensors
+        and len(places.outputs) == len(dims)
+        and set(places.inputs.values()) <= {SAMPLES, WHOLE}
+        and set(places.outputs) <= {SAMPLES, MEAN, SUM}
+    ):
+        raise ValueError(f"{split[:100]!r} is no split of {tensors} tensors and {len(dims)} results")
+    return len(dims)
 
 
 def costs_of(args: Sequence[Any]) -> OpaqueCosts:

@@ -86,17 +86,20 @@ def quiet_dtensor() -> Iterator[None]:
     many ops.
     """
     logger = logging.getLogger("torch.distributed.tensor")
-    level = logger.level
+    shapes = logging.getLogger("torch._subclasses.fake_tensor")
+    level, shapes_level = logger.level, shapes.level
     if level == logging.ERROR:
         yield
         return
     logger.setLevel(logging.ERROR)
+    shapes.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
             yield
     finally:
         logger.setLevel(level)
+        shapes.setLevel(shapes_level)
 
 
 def _free_or_not(current: Any, target: Any) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from planner.errors import GraphFormatError
 from planner.graph.op_graph import Ref
+from planner.model_rewrites.opaque_op import check_call
 
 
 def _is_int(item: Any) -> bool:
@@ -129,6 +130,8 @@ def count_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
         return len(op._schema.returns)
     arguments = {item.name: value for item, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
     name = op._schema.name.partition("::")[2].removesuffix("_copy").removeprefix("unsafe_")
+    if op._schema.name == "shardplan::opaque":
+        return check_call(**{**arguments, "tensors": len(arguments["tensors"])})
     if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
         return len(arguments.get("tensors", ()))
     for sizes in (arguments.get("split_sizes"), arguments.get("split_size")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from support.value_modules import BATCH, VALUE_MODULES, LoopedExperts
 from torch import Tensor, nn
 
 from planner import build_plan
-from planner.errors import ModelError, UnmatchedKeyError
+from planner.errors import GraphFormatError, ModelError, UnmatchedKeyError
 from planner.graph.op_graph import at_batch
 from planner.graph.trace_module import TracedModule, trace_module
 from planner.model_rewrites.opaque_op import OP_NAME, costs_of
 from planner.profile.profile import profile_graph
+from planner.wire.codec import read_graph, write_graph
 
 
 def traced(module: nn.Module, *inputs: Any, **options: Any) -> TracedModule:
@@ -102,6 +104,17 @@ def test_costs_are_those_of_the_ops_inside() -> None:
     profile = profile_graph(at_batch(model.graph, model.traced_batch, 100), flash_attention=False).ops[op.name]
     hidden = 4 * tokens * 2 * 32  # saved before and after each activation
     assert 2 * hidden < profile.saved_extra_nbytes < 6 * hidden
+
+
+def test_a_graph_with_opaque_modules_is_sent_and_read() -> None:
+    module = traced(Residual(LoopedExperts(16)), torch.randn(BATCH, 6, 16))
+    document = write_graph(module)
+    assert splits_of(read_graph(document)) == splits_of(module)
+    text = json.dumps(document)
+    for wrong in (text.replace('"0=0;0"', '"0=0;0 0"'), text.replace('"float32"', '"floaty"', 1)):
+        if wrong != text:
+            with pytest.raises(GraphFormatError):
+                read_graph(json.loads(wrong))
 
 
 @pytest.mark.parametrize("name", VALUE_MODULES)
