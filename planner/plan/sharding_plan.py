@@ -103,8 +103,7 @@ class ShardingPlan:
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         activation_checkpointing: modules -> "full" or "selective".
         local_ops: names of ops (torch functions) that each rank runs on its local tensors, as DTensor has no rule.
-        opaque_modules: modules that run as one op, since they cannot be traced -> how they run on each rank's samples
-            (`planner.model_rewrites.opaque_op.SampleSplit`); "" where they run on whole tensors only.
+        opaque_modules: modules that run as one op -> how their samples are split (`opaque_op.SampleSplit`); "": not.
         micro_batches: number of them in a step; gradients accumulate over them.
         zigzag: the zigzag token order that context parallelism uses; None: natural order.
         pipeline: the stages that the model is cut into. The mesh then has an outermost axis "pp", and layouts are on
