@@ -56,15 +56,8 @@ __all__ = [
 
 
 _MAPPINGS = (
-    "plan",
-    "compute_plan",
-    "gradient_plan",
-    "read_above",
-    "fully_shard",
-    "input_plan",
-    "output_plan",
-    "activation_checkpointing",
-    "opaque_modules",
+    *("plan", "compute_plan", "gradient_plan", "read_above", "fully_shard", "input_plan", "output_plan"),
+    *("activation_checkpointing", "opaque_modules"),
 )
 """Fields whose keys are FQN patterns."""
 _LISTS = ("keep_gathered", "keep_gathered_for_step", "return_local_tensor")
