@@ -2,6 +2,10 @@
 
 Rules: ``planner.strategies.local_ops.opaque_rules``. The gradient of a parameter, or of another tensor that is whole,
 is a sum over the ranks that have different samples.
+
+Ranks with different samples may use different parameters, such as those of an expert that no sample of one of them
+chose. All of them still take part in the collectives of all parameters: in those that gather a parameter again for the
+backward, and in the reduction of its gradient.
 """
 
 from __future__ import annotations
@@ -59,13 +63,11 @@ class _OpaqueForward:
         layout = tuple(Shard(0) if axis in by_samples else Replicate() for axis in range(self._axes))
         with self._local_parameters(by_samples) as local_parameters:
             if any(tensor is not None and tensor.is_meta for tensor in (*tensors, *parameters)):
-                local_tensors = [*tensors_in((local_args, local_kwargs)), *local_parameters]
-                output = self._on_meta(local_args, local_kwargs, local_tensors)
+                output = self._on_meta(local_args, local_kwargs, local_parameters)
             else:
                 with random_region(layout):
                     output = self._forward(*local_args, **local_kwargs)
-                if by_samples:
-                    output = _with_gradients(output, local_parameters)
+                output = _with_parameters(output, local_parameters, need_gradients=bool(by_samples))
         return self._wrapped(output, layout)
 
     def _has_samples(self, path: str) -> bool:
@@ -130,8 +132,8 @@ class _OpaqueForward:
             for part, name, parameter in slots:
                 part._parameters[name] = parameter
 
-    def _on_meta(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return results without values, which depend on all of ``tensors``; autograd saves what the forward saves."""
+    def _on_meta(self, args: Any, kwargs: Any, parameters: Sequence[torch.Tensor]) -> Any:
+        """Return results without values; autograd saves of the arguments what the forward saves."""
         storages: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,8 +143,9 @@ class _OpaqueForward:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), AssumedValues():
             output = self._forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(output)
-        saved = [storage_key(tensor) in storages for tensor in tensors]
-        results = iter(run_function(_FromAll, tensors_in(leaves), saved, *tensors))
+        arguments = tensors_in((args, kwargs))
+        saved = [storage_key(tensor) in storages for tensor in arguments] + [True] * len(parameters)
+        results = iter(run_function(_FromAll, tensors_in(leaves), saved, *arguments, *parameters))
         filled = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(filled, structure)
 
@@ -163,30 +166,36 @@ class _OpaqueForward:
         return pytree.tree_map_only(torch.Tensor, wrap, output)
 
 
-def _with_gradients(output: Any, parameters: Sequence[torch.Tensor]) -> Any:
-    """Return ``output``, whose backward gives each of ``parameters`` a gradient.
+def _with_parameters(output: Any, parameters: Sequence[torch.Tensor], *, need_gradients: bool) -> Any:
+    """Return ``output``, whose backward reads all of ``parameters``, used or not.
 
-    A rank whose samples do not use a parameter, such as that of an expert, takes part in its reduction with zeros.
+    Args:
+        need_gradients: whether it also gives each of them a gradient, of zeros where it is not used.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
     leaves, structure = pytree.tree_flatten(output)
     first = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
-    if trained and first is not None and torch.is_grad_enabled():
-        leaves[first] = run_function(_WithGradients, leaves[first], *trained)
+    if first is not None and torch.is_grad_enabled():
+        # A detached one keeps its memory, and its gradient None.
+        read = parameters if need_gradients else [parameter.detach() for parameter in parameters]
+        leaves[first] = run_function(_WithParameters, leaves[first], *read)
     return pytree.tree_unflatten(leaves, structure)
 
 
-class _WithGradients(torch.autograd.Function):
-    """The identity of a tensor; the gradient of other tensors is zero."""
+class _WithParameters(torch.autograd.Function):
+    """The identity of a tensor; its backward runs before that of the module."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = [(other.shape, other.dtype) for other in others]
+    def forward(ctx: Any, tensor: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradient, *(gradient.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.others)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parameters = ctx.saved_tensors  # those that are not saved but gathered again, are gathered now
+        return gradient, *(
+            gradient.new_zeros((), dtype=parameter.dtype).expand(parameter.shape) if is_needed else None
+            for parameter, is_needed in zip(parameters, ctx.needs_input_grad[1:], strict=True)
+        )
 
 
 class _FromAll(torch.autograd.Function):

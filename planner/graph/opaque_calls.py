@@ -38,7 +38,6 @@ class _Recorded:
     output: Any
     costs: OpaqueCosts
     saved_arguments: frozenset[str]
-    saved_parameters: frozenset[int]
 
 
 def opaque_calls(
@@ -92,7 +91,7 @@ def _recorded(
 
 
 class _Measured(NamedTuple):
-    """What a call costs, and the positions, among its arguments and parameters, of what autograd saves."""
+    """What a call costs, and the positions of the arguments that autograd saves."""
 
     costs: OpaqueCosts
     saved: frozenset[int]
@@ -137,8 +136,7 @@ class _RecordingForward:
                 kwargs=kwargs,
                 output=output,
                 costs=costs,
-                saved_arguments=frozenset(paths[index] for index in saved if index < len(paths)),
-                saved_parameters=frozenset(index - len(paths) for index in saved if index >= len(paths)),
+                saved_arguments=frozenset(paths[index] for index in saved),
             )
         )
         return output
@@ -149,7 +147,8 @@ def _measure(
 ) -> _Measured:
     """Return what ``run`` on ``tensors`` costs with its backward, and what autograd saves."""
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-    positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate((*leaves, *parameters))}
+    positions = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(leaves)}
+    of_parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
     saved: dict[int, torch.UntypedStorage] = {}
     saved_positions: set[int] = set()
 
@@ -157,7 +156,7 @@ def _measure(
         storage = tensor.untyped_storage()
         if storage._cdata in positions:
             saved_positions.add(positions[storage._cdata])
-        else:
+        elif storage._cdata not in of_parameters:
             saved[storage._cdata] = storage
         return tensor
 
@@ -216,7 +215,6 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int, sp
         per_sample=OpaqueCosts(*(slope * batch for slope in growth)),
         fixed=OpaqueCosts(*fixed),
         saved_arguments=few.saved_arguments | more.saved_arguments,
-        saved_parameters=few.saved_parameters | more.saved_parameters,
         split=splits.of(call),
     )
 

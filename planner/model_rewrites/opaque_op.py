@@ -84,8 +84,7 @@ class OpaqueCall:
         output: the result, with meta tensors.
         per_sample: costs that grow with the batch, at the traced batch.
         fixed: costs that do not.
-        saved_arguments: paths of the arguments that autograd saves.
-        saved_parameters: positions of the module's parameters that it saves.
+        saved_arguments: paths of the arguments that autograd saves. It saves all parameters: see `executor.ops.opaque`.
         split: how it runs on each rank's samples; None: it runs on whole tensors only.
     """
 
@@ -93,7 +92,6 @@ class OpaqueCall:
     per_sample: OpaqueCosts
     fixed: OpaqueCosts
     saved_arguments: frozenset[str]
-    saved_parameters: frozenset[int]
     split: SampleSplit | None
 
 
@@ -206,7 +204,7 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., An
         call = next(in_turns)
         leaves, structure = pytree.tree_flatten(call.output)
         results = tensors_in(leaves)
-        arguments = tensors_by_path(args, kwargs)
+        arguments, parameters = tensors_by_path(args, kwargs), list(module.parameters())
         saved = [index for index, path in enumerate(arguments) if path in call.saved_arguments]
         split = None
         if call.split is not None:
@@ -214,13 +212,13 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., An
             places = {path: call.split.inputs.get(path, SAMPLES) for path in arguments}
             split = call.split._replace(inputs=places)
         tensors = torch.ops.shardplan.opaque(
-            [*arguments.values(), *module.parameters()],
+            [*arguments.values(), *parameters],
             [size for result in results for size in result.shape],
             [result.dim() for result in results],
             " ".join(str(result.dtype).removeprefix("torch.") for result in results),
             list(call.per_sample),
             list(call.fixed),
-            [*saved, *(len(arguments) + index for index in sorted(call.saved_parameters))],
+            [*saved, *range(len(arguments), len(arguments) + len(parameters))],
             "" if split is None else split.text,
         )
         given = iter(tensors)
