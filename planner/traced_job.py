@@ -43,6 +43,7 @@ from planner.search.pipeline.stage_planners import stage_clusters_of
 from planner.search.planner_space import PlannerSpace
 from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.search.worker_context import SearchConstraints, WorkerContext
+from planner.strategies.local_ops import opaque_splits
 from planner.writing.notes import notes_on
 
 
@@ -100,6 +101,9 @@ class TracedJob:
         self._counts = micro_batch_counts(self._batch, self.job.micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
+            if spec.opaque_modules and not opaque_splits(model.graph):
+                advice = "Name them for trace_module, or give the module in place of the TracedModule."
+                raise JobError("the graph has no opaque modules.", what_to_do=advice, field="opaque_modules")
             check_traced_for(model, self._batch, self._counts, self.job)
             self._module = model
         else:

@@ -131,6 +131,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             dtype=str(options.get("dtype", "bf16")),
             fused_ops="fused-ops" in techniques,
             fused_projections="fused-projections" in techniques,
+            opaque_modules=options.get("opaque_modules") or (),
         )
         if self._tp_plan is not None:
             traced = dataclasses.replace(traced, tp_plan=self._tp_plan)

@@ -209,7 +209,6 @@ class JobSpec(TechniqueFlags):
             flag="--opaque",
             limits={"max_length": 100},
             item_limits={"max_length": 1000},
-            in_requests=False,
         ),
     )
     executable_only: bool = field(

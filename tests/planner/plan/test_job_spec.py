@@ -61,7 +61,7 @@ def test_the_request_s_fields_are_the_fields_that_a_client_may_ask_for() -> None
     schema = PlanRequest.model_json_schema()["properties"]
     allowed = {name for name, item in FIELDS.items() if item.option.in_requests}
     assert schema.keys() == {"model", *allowed}
-    assert FIELDS.keys() - allowed == {"opaque_modules", "time_limit_s", "jobs"}
+    assert FIELDS.keys() - allowed == {"time_limit_s", "jobs"}
     for name in allowed:
         assert schema[name]["description"] == FIELDS[name].option.help
         if not FIELDS[name].required:
