@@ -7,7 +7,10 @@ no features are short.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import math
+import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -138,9 +141,11 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
         return None  # what it writes to its buffers comes of all samples
     if MEAN in places:
         for index, (tensor, place) in enumerate(zip(tensors, inputs, strict=True)):
-            if place == SAMPLES and tensor.dtype == torch.int64:
-                partly = [*tensors[:index], _partly_ignored(tensor), *tensors[index + 1 :]]
-                if not _runs_alike(lambda given=partly: outputs(given), places):  # type: ignore[misc]
+            if place != SAMPLES or tensor.dtype != torch.int64:
+                continue
+            for label in _labels_of(call.module):
+                partly = [*tensors[:index], _partly(tensor, label), *tensors[index + 1 :]]
+                if not _runs_alike(functools.partial(outputs, partly), places):
                     return None
     return tuple(place for place in places if place)
 
@@ -154,11 +159,29 @@ def _unlike_halves(tensor: torch.Tensor, shift: float) -> torch.Tensor:
     return tensor
 
 
-def _partly_ignored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return labels of which a mean counts fewer in the first half than in the second."""
-    ignored = tensor.clone()
-    ignored[: len(tensor) // 4 or 1] = -100
-    return ignored
+def _labels_of(module: nn.Module) -> list[int]:
+    """Return the labels that a mean over the samples may leave out, as padding is left out.
+
+    These are torch's -100, and the integers in the forwards in ``module`` and in what its attributes and its config say
+    of padding and of what is ignored.
+    """
+    labels = {-100}
+    for part in module.modules():
+        forward = inspect.unwrap(type(part).forward)
+        if inspect.isfunction(forward):
+            code = forward.__code__
+            named = (forward.__globals__.get(name) for name in code.co_names)
+            labels.update(value for value in (*code.co_consts, *named) if type(value) is int)
+        for attributes in (vars(part), getattr(getattr(part, "config", None), "__dict__", {})):
+            labels.update(v for name, v in attributes.items() if type(v) is int and re.search("pad|ignore", name))
+    return sorted(labels)
+
+
+def _partly(tensor: torch.Tensor, label: int) -> torch.Tensor:
+    """Return labels of which the first half has more that are ``label`` than the second."""
+    changed = tensor.clone()
+    changed[: len(tensor) // 4 or 1] = label
+    return changed
 
 
 def _runs_alike(outputs: Callable[[], list[str | None]], places: list[str | None]) -> bool:

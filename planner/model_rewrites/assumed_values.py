@@ -67,6 +67,10 @@ def _changed_by(func: Any, args: Any) -> list[torch.Tensor]:
     return tensors_in(written)
 
 
+def _is_chance(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _number_of(parts: Any) -> int:
     """Return a number that is the same for equal ``parts`` in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
@@ -94,7 +98,7 @@ class AssumedValues(TorchDispatchMode):
             return self._number(args[0])
         if func in _INDEXING:
             args = (args[0], self._positions(args[1]), *args[2:])
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         if tensors and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
@@ -107,7 +111,7 @@ class AssumedValues(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             return pytree.tree_map_only(torch.Tensor, self._on_meta, self._computed(func, args, kwargs))
-        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(result)
         self._note_origins(func, args, kwargs, results)
         if changed:
             self._values.update(self._computed_values(_Pending(func, args, kwargs, results), is_known))
@@ -191,11 +195,11 @@ class AssumedValues(TorchDispatchMode):
 
     def _note_origins(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         """Note what each result comes of, so that one that is computed twice has the same values."""
-        is_chance = torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable or "empty" in func.name()
+        is_new = _is_chance(func) or func._schema.is_mutable or "empty" in func.name()
         leaves = pytree.tree_leaves((args, kwargs))
         parts = tuple(self._origin(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         for index, tensor in enumerate(results):
-            origin = len(self._origins) if is_chance else _number_of((func.name(), parts, index))
+            origin = len(self._origins) if is_new else _number_of((func.name(), parts, index))
             self._origins[self._key(tensor)] = origin
             self._alive.append(tensor.untyped_storage())
 
@@ -215,7 +219,10 @@ class AssumedValues(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, dict(kwargs)))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
-        with _disable_current_modes():
+        # A random op leaves the caller's random state as it is.
+        with _disable_current_modes(), torch.random.fork_rng(devices=(), enabled=_is_chance(func)):
+            if _is_chance(func):
+                torch.manual_seed(self._seed)
             return func(*args, **kwargs)
 
     def _positions(self, indices: Any) -> list[Any]:

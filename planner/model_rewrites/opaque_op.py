@@ -120,63 +120,68 @@ def opaque_op(
     raise NotImplementedError("this op is only traced; shard_module runs the module's own forward")
 
 
+class OpaqueArguments(NamedTuple):
+    """The arguments of one call of the op, in its order."""
+
+    tensors: Sequence[Any]
+    sizes: Sequence[int]
+    dims: Sequence[int]
+    dtypes: str
+    per_sample: Sequence[int]
+    fixed: Sequence[int]
+    saved: Sequence[int]
+    split: str
+
+    @property
+    def costs(self) -> OpaqueCosts:
+        """What the call costs."""
+        return OpaqueCosts(*(a + b for a, b in zip(self.per_sample, self.fixed, strict=True)))
+
+    @property
+    def sample_split(self) -> SampleSplit | None:
+        """How the call runs on each rank's samples; None: it runs on whole tensors only."""
+        return SampleSplit.parse(self.split)
+
+    @property
+    def result_dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the results."""
+        return [getattr(torch, name) for name in self.dtypes.split()]
+
+    def check(self) -> None:
+        """Check the arguments, which may come from outside.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        names, split = self.dtypes.split(), self.sample_split
+        if not all(isinstance(getattr(torch, name, None), torch.dtype) for name in names):
+            raise ValueError(f"unknown dtypes in {self.dtypes[:100]!r}")
+        if sum(self.dims) != len(self.sizes) or len(names) != len(self.dims) or min(*self.sizes, *self.dims, 0) < 0:
+            raise ValueError("sizes, dims and dtypes do not match")
+        costs = *self.per_sample, *self.fixed
+        if not len(self.per_sample) == len(self.fixed) == len(OpaqueCosts._fields) or min(costs) < 0:
+            raise ValueError(f"a call has {len(OpaqueCosts._fields)} costs, of at least 0")
+        if not all(0 <= index < len(self.tensors) for index in self.saved):
+            raise ValueError("what autograd saves is among the tensors")
+        if split is not None and not (
+            len(split.inputs) <= len(self.tensors)
+            and len(split.outputs) == len(self.dims)
+            and set(split.inputs.values()) <= {SAMPLES, WHOLE}
+            and set(split.outputs) <= {SAMPLES, MEAN, SUM}
+        ):
+            counts = f"{len(self.tensors)} tensors and {len(self.dims)} results"
+            raise ValueError(f"{self.split[:100]!r} is no split of {counts}")
+
+
 @opaque_op.register_fake
-def _(
-    tensors: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    dims: Sequence[int],
-    dtypes: str,
-    per_sample: Sequence[int],
-    fixed: Sequence[int],
-    saved: Sequence[int],
-    split: str,
-) -> list[torch.Tensor]:
-    check_call(len(tensors), sizes, dims, dtypes, per_sample, fixed, saved, split)
-    remaining = iter(sizes)
+def _(tensors: Sequence[torch.Tensor], *others: Any) -> list[torch.Tensor]:
+    call = OpaqueArguments(tensors, *others)
+    call.check()
+    remaining = iter(call.sizes)
     return [
-        tensors[0].new_empty([next(remaining) for _ in range(count)], dtype=getattr(torch, name))
-        for count, name in zip(dims, dtypes.split(), strict=True)
+        tensors[0].new_empty([next(remaining) for _ in range(count)], dtype=dtype)
+        for count, dtype in zip(call.dims, call.result_dtypes, strict=True)
     ]
-
-
-def check_call(
-    tensors: int,
-    sizes: Sequence[int],
-    dims: Sequence[int],
-    dtypes: str,
-    per_sample: Sequence[int],
-    fixed: Sequence[int],
-    saved: Sequence[int],
-    split: str,
-) -> int:
-    """Return how many tensors a call of the op on so many ``tensors`` returns.
-
-    Raises:
-        ValueError: the arguments contradict each other.
-    """
-    names = dtypes.split()
-    if not all(isinstance(getattr(torch, name, None), torch.dtype) for name in names):
-        raise ValueError(f"unknown dtypes in {dtypes[:100]!r}")
-    if sum(dims) != len(sizes) or len(names) != len(dims) or min(*sizes, *dims, 0) < 0:
-        raise ValueError("sizes, dims and dtypes do not match")
-    if not len(per_sample) == len(fixed) == len(OpaqueCosts._fields) or min(*per_sample, *fixed) < 0:
-        raise ValueError(f"a call has {len(OpaqueCosts._fields)} costs, of at least 0")
-    if not all(0 <= index < tensors for index in saved):
-        raise ValueError("what autograd saves is among the tensors")
-    places = SampleSplit.parse(split)
-    if places is not None and not (
-        len(places.inputs) <= tensors
-        and len(places.outputs) == len(dims)
-        and set(places.inputs.values()) <= {SAMPLES, WHOLE}
-        and set(places.outputs) <= {SAMPLES, MEAN, SUM}
-    ):
-        raise ValueError(f"{split[:100]!r} is no split of {tensors} tensors and {len(dims)} results")
-    return len(dims)
-
-
-def costs_of(args: Sequence[Any]) -> OpaqueCosts:
-    """Return the costs that the arguments of the op give."""
-    return OpaqueCosts(*(int(a) + int(b) for a, b in zip(args[4], args[5], strict=True)))
 
 
 @contextmanager
@@ -191,7 +196,8 @@ def opaque_as_one_op(calls: Mapping[nn.Module, Sequence[OpaqueCall]]) -> Iterato
             module.__dict__.pop("forward", None)
 
 
-def _as(recorded: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def _with_gradient_as(recorded: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return ``result``, which needs no gradient if the module's own result, ``recorded``, needs none."""
     is_number = result.is_floating_point() or result.is_complex()
     return result.detach() if is_number and not recorded.requires_grad else result
 
@@ -223,7 +229,7 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., An
         )
         given = iter(tensors)
         # The op's results need gradients if its arguments do; those of the module may not.
-        filled = [_as(leaf, next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        filled = [_with_gradient_as(leaf, next(given)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(filled, structure)
 
     forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]

@@ -153,11 +153,12 @@ def experts_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: Met
 
 def opaque_profile(op: Op, inputs: Sequence[Value], outputs: Sequence[Value], tensors: MetaTensors) -> OpProfile:
     """Return the profile of the call of an opaque module, whose costs are among the op's arguments."""
-    costs = opaque_op.costs_of(op.args)
+    call = opaque_op.OpaqueArguments(*op.args)
+    costs = call.costs
     for name, output in zip(op.outputs, outputs, strict=True):
         tensors.add_result(name, output)
     backward = any(output.requires_grad for output in outputs)
-    saved = tuple(dict.fromkeys(tensors.root[op.inputs[position]] for position in op.args[6]))
+    saved = tuple(dict.fromkeys(tensors.root[op.inputs[position]] for position in call.saved))
     return OpProfile(
         flops=float(costs.flops),
         backward_flops=float(costs.backward_flops) if backward else 0.0,

@@ -21,7 +21,7 @@ from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, OpGraph, Ref, Value, build_digraph
 from planner.graph.run_op import run_op
 from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
-from planner.model_rewrites.opaque_op import OP_NAME, SAMPLES, SampleSplit
+from planner.model_rewrites.opaque_op import OP_NAME, SAMPLES, OpaqueArguments
 from planner.regions.regions import op_signature
 from planner.strategies.axis_rule import AxisRule, InnerCollective
 
@@ -129,7 +129,7 @@ def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None
 
 def opaque_splits(graph: OpGraph) -> dict[str, str]:
     """Return FQN of an opaque module -> how it runs on samples, as text."""
-    return {graph.calls[op.call].fqn: str(op.args[7]) for op in graph.ops if op.target_name == OP_NAME}
+    return {graph.calls[op.call].fqn: OpaqueArguments(*op.args).split for op in graph.ops if op.target_name == OP_NAME}
 
 
 def opaque_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -137,7 +137,7 @@ def opaque_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
 
     On each rank's samples, the gradient of what is whole, such as a parameter, is a sum over the ranks.
     """
-    split = _sample_split(op)
+    split = OpaqueArguments(*op.args).sample_split
     count = len(split.outputs) if split else len(op.outputs)
     rules = [_opaque_rule(inputs, [R] * len(inputs), [R] * count, R)]
     if split:
@@ -166,17 +166,13 @@ def opaque_collectives(
     op: Op, layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
 ) -> tuple[InnerCollective, ...]:
     """Return the all-reduces of the numbers among an opaque module's results, over each axis that splits samples."""
-    split = _sample_split(op)
-    if split is None:
+    call = OpaqueArguments(*op.args)
+    if call.sample_split is None:
         return ()
     return tuple(
-        InnerCollective(kind="all_reduce", axis=axis, nbytes=getattr(torch, dtype).itemsize)
-        for place, dtype in zip(split.outputs, str(op.args[3]).split(), strict=True)
+        InnerCollective(kind="all_reduce", axis=axis, nbytes=dtype.itemsize)
+        for place, dtype in zip(call.sample_split.outputs, call.result_dtypes, strict=True)
         if place != SAMPLES
         for axis, size in enumerate(mesh_shape)
         if size > 1 and any(layout is not None and layout[axis] == Shard(0) for layout in layouts)
     )
-
-
-def _sample_split(op: Op) -> SampleSplit | None:
-    return SampleSplit.parse(str(op.args[7]))

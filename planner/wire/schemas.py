@@ -9,7 +9,7 @@ import torch
 
 from planner.errors import GraphFormatError
 from planner.graph.op_graph import Ref
-from planner.model_rewrites.opaque_op import check_call
+from planner.model_rewrites.opaque_op import OpaqueArguments
 
 
 def _is_int(item: Any) -> bool:
@@ -131,7 +131,9 @@ def count_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     arguments = {item.name: value for item, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
     name = op._schema.name.partition("::")[2].removesuffix("_copy").removeprefix("unsafe_")
     if op._schema.name == "shardplan::opaque":
-        return check_call(**{**arguments, "tensors": len(arguments["tensors"])})
+        call = OpaqueArguments(**arguments)
+        call.check()
+        return len(call.dims)
     if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
         return len(arguments.get("tensors", ()))
     for sizes in (arguments.get("split_sizes"), arguments.get("split_size")):

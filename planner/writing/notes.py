@@ -28,8 +28,8 @@ SAMPLE_LOOP_NOTE = (
 
 
 OPAQUE_NOTE = (
-    "run as one op, since a trace cannot look into them or they were named: {names}. They are not split but by "
-    "samples, and not where it says whole; what depends on values is priced with random ones."
+    "each of these runs as one op, because a trace cannot look inside or because it was named: {names}. It is split by "
+    "samples only, or not at all where it says (whole). What it costs assumes random values."
 )
 
 

@@ -97,6 +97,18 @@ class CountedLabels(nn.Module):
         return F.cross_entropy(self.head(x)[kept], labels[kept])
 
 
+class PaddedLabels(nn.Module):
+    """Averages over the labels that are no padding, which has a number of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        kept = labels != 4
+        return -self.head(x)[kept].log_softmax(-1).gather(1, labels[kept][:, None]).mean()
+
+
 class BranchesOnASum(nn.Module):
     """Takes another branch where the sum of the whole batch is above 0."""
 
@@ -130,9 +142,9 @@ class ScaledByStatistics(nn.Module):
         return self.last(self.scale(self.first(x)))
 
 
-def _labels() -> Tensor:
-    labels = torch.randint(0, 5, (BATCH, 6))
-    labels[: BATCH // 2, 2:] = -100
+def _labels(ignored: int = -100) -> Tensor:
+    labels = torch.randint(0, 4, (BATCH, 6))
+    labels[: BATCH // 2, 2:] = ignored
     return labels
 
 
@@ -150,6 +162,7 @@ VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "experts that some ranks do not use": lambda: (ExpertsOfHalves(), (_unlike_halves(),)),
     "rows found by values": lambda: (PositiveRows(), (torch.randn(BATCH, 16), torch.randn(BATCH, 4))),
     "labels that are counted": lambda: (CountedLabels(), (torch.randn(BATCH, 6, 16), _labels())),
+    "labels of which one is padding": lambda: (PaddedLabels(), (torch.randn(BATCH, 6, 16), _labels(4))),
     "a branch on a sum": lambda: (BranchesOnASum(), (torch.randn(BATCH, 16),)),
     "scaled by a buffer": lambda: (ScaledByStatistics(), (torch.randn(BATCH, 16),)),
 }

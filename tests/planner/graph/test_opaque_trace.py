@@ -14,7 +14,7 @@ from planner import build_plan
 from planner.errors import GraphFormatError, ModelError, UnmatchedKeyError
 from planner.graph.op_graph import at_batch
 from planner.graph.trace_module import TracedModule, trace_module
-from planner.model_rewrites.opaque_op import OP_NAME, costs_of
+from planner.model_rewrites.opaque_op import OP_NAME, OpaqueArguments
 from planner.profile.profile import profile_graph
 from planner.wire.codec import read_graph, write_graph
 
@@ -25,7 +25,7 @@ def traced(module: nn.Module, *inputs: Any, **options: Any) -> TracedModule:
 
 def splits_of(module: TracedModule) -> dict[str, str]:
     graph = module.graph
-    return {graph.calls[op.call].fqn: str(op.args[7]) for op in graph.ops if op.target_name == OP_NAME}
+    return {graph.calls[op.call].fqn: OpaqueArguments(*op.args).split for op in graph.ops if op.target_name == OP_NAME}
 
 
 class Residual(nn.Module):
@@ -87,7 +87,7 @@ def test_modules_are_opaque_by_name() -> None:
     )
     plan = build_plan(model, example_inputs=inputs, cluster="1x2xtoy", mesh="dp=2", dtype="fp32", opaque_modules=("0",))
     assert dict(plan.opaque_modules) == {"0": "0=0;0"}
-    assert any("run as one op" in note and ": 0." in note for note in plan.notes)
+    assert any("runs as one op" in note and ": 0." in note for note in plan.notes)
     with pytest.raises(UnmatchedKeyError, match="middle"):
         traced(model, *inputs, opaque_modules=["middle"])
 
@@ -96,7 +96,7 @@ def test_costs_are_those_of_the_ops_inside() -> None:
     # Every token takes two of four experts: 2 x 2 matrix multiplications of 16 x 32, and the router's of 16 x 4.
     model = traced(LoopedExperts(16), torch.randn(BATCH, 6, 16), opaque_modules=[""])
     (op,) = at_batch(model.graph, model.traced_batch, 100).ops
-    costs = costs_of(op.args)
+    costs = OpaqueArguments(*op.args).costs
     tokens = 100 * 6
     assert costs.flops == pytest.approx(tokens * (2 * 2 * 2 * 16 * 32 + 2 * 16 * 4), rel=0.02)
     # The input needs no gradient: that of the experts' first and of the router's multiplication is not computed.
@@ -118,7 +118,7 @@ def test_a_graph_with_opaque_modules_is_sent_and_read() -> None:
 
 
 @pytest.mark.parametrize("name", VALUE_MODULES)
-def test_modules_whose_forward_calls_self_otherwise_are_named(name: str) -> None:
+def test_each_kind_has_an_opaque_module(name: str) -> None:
     module, inputs = VALUE_MODULES[name]()
     assert splits_of(traced(module, *inputs))
 

@@ -1,0 +1,68 @@
+"""A sharded and the unsharded module, trained side by side for some steps of AdamW, on the ranks of `run_on_gloo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
+from executor.shard import shard_module
+from planner.plan.sharding_plan import ShardingPlan
+
+STEPS = 3
+
+
+class Errors(NamedTuple):
+    """The largest absolute errors of a loss in any step, and of a parameter and a buffer after any step."""
+
+    loss: float
+    parameter: float
+    buffer: float
+
+
+def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, tuple[Any, ...]]]) -> Errors:
+    """Return the errors of a module under ``plan`` against the unsharded one.
+
+    Args:
+        make: returns the module and its arguments, equal ones each time.
+    """
+    (reference, inputs), (model, _) = make(), make()
+    mesh = device_mesh_for(plan, device_type="cpu")
+    shard_module(model, mesh, plan)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (reference, model)]
+    worst = Errors(0.0, 0.0, 0.0)
+    for _ in range(STEPS):
+        expected, loss = _loss(reference(*inputs)), _loss(model(*local_batch(inputs, mesh, plan)))
+        for optimizer, value in zip(optimizers, (expected, loss), strict=True):
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        found = Errors(
+            _difference([expected], [loss]),
+            _difference(reference.parameters(), model.parameters()),
+            _difference(reference.buffers(), model.buffers()),
+        )
+        worst = Errors(*map(max, worst, found))
+    return worst
+
+
+def _loss(output: Any) -> Tensor:
+    """Return what a caller may compute from the results: from all numbers, or else from the first tensor."""
+    results = pytree.tree_leaves(output)
+    numbers = [result for result in results if result.dim() == 0]
+    return sum(numbers[1:], numbers[0]) if numbers else results[0].square().mean()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _difference(ones: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    pairs = zip(ones, others, strict=True)
+    return max(((_whole(other.detach()) - one.detach()).abs().max().item() for one, other in pairs), default=0.0)
