@@ -51,6 +51,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     A number that Python reads there, on the meta device, is an assumed one.
 
+    ``random_ops`` is the number of ops that draw random numbers.
     ``last_op`` is the op that was dispatched last, with its positional arguments; None before the first.
     """
 
@@ -63,6 +64,7 @@ class CollectiveCounter(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counts = Counter()
+        self.random_ops = 0
         self.last_op: tuple[Any, tuple[Any, ...]] | None = None
         self._axes = axes
         self._phase = phase
@@ -81,6 +83,7 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self._numbers.next(args[0].dtype)
+        self.random_ops += torch.Tag.nondeterministic_seeded in func.tags
         if is_communication(func):
             kind, nbytes, group = collective_of(func, args)
             axis = self._axes.get(group, UNKNOWN_AXIS)

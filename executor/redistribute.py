@@ -155,6 +155,15 @@ class Redistributor:
             grad_placements=conjugate(layout),
         )
 
+    def whole_of(self, local: torch.Tensor, layout: Layout) -> DTensor:
+        """Return the DTensor in ``layout`` whose even piece on this rank is ``local``, outside autograd."""
+        shape = list(local.shape)
+        for axis, place in enumerate(layout):
+            dim = sharded_dim(place)
+            if dim is not None:
+                shape[dim] *= self._mesh_shape[axis]
+        return make_dtensor(local.contiguous(), self.device_mesh, layout, shape, contiguous_stride(shape))
+
     def is_uneven(self, tensor: DTensor, layout: Layout | None = None) -> bool:
         """Return whether ``tensor`` has uneven shards, in its own layout or in ``layout``, and this mesh may run it."""
         if not self._runs_uneven:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 
 from torch import nn
@@ -16,6 +16,7 @@ from executor.ops.attention_kernels import use_kernel
 from executor.ops.dispatch import OwnOps
 from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_with_fused_ops
+from executor.ops.local_modules import run_local_modules
 from executor.ops.opaque import run_opaque
 from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
@@ -52,6 +53,9 @@ from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.model_rewrites.recurrent import read_recurrent_weights
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.plan.sharding_plan import ShardingPlan
+
+ForwardObserver = Callable[[nn.Module], None]
+"""Wraps the forwards of a sharded module's parts, innermost."""
 
 _ON_META = Agreed(values_from_source=False, seed=0)
 
@@ -144,13 +148,19 @@ def _checked(
     return resolved
 
 
-def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:
+def shard_on_meta(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: ShardingPlan,
+    phases: PhaseTracker,
+    observer: ForwardObserver | None = None,
+) -> nn.Module:
     """Return ``module``, which is on meta, sharded to run there as a plan says; ``phases`` tracks the current phase."""
     if plan.job.fused_projections:
         fuse_projections(module)
     resolved = resolve_plan(module, device_mesh, plan)
     use_kernel(plan.job.attention_kernel, device_mesh.device_type)
-    return _shard(module, resolved, phases, src_data_rank=None, on_meta=True)
+    return _shard(module, resolved, phases, src_data_rank=None, on_meta=True, observer=observer)
 
 
 def _shard(
@@ -162,6 +172,7 @@ def _shard(
     replacements: Collection[nn.Module] = (),
     agreed: Agreed = _ON_META,
     on_meta: bool = False,
+    observer: ForwardObserver | None = None,
 ) -> nn.Module:
     plan, job = resolved.plan, resolved.plan.job
     from_source = agreed.values_from_source
@@ -207,6 +218,9 @@ def _shard(
     attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)
     # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.
+    if observer is not None:
+        observer(module)
+    run_local_modules(module, resolved.local_modules, redistributor)
     keep_buffers_whole(module, redistributor, outside=replacements)
     region = CheckpointedRegion()
     attach_compute_layouts(outside_fsdp, redistributor, resolved.reduce_dtype, region)

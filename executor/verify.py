@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from executor.call_trace import CallTrace
-from executor.collective_counter import CollectiveCounter, CollectiveKey, Counts, axes_by_group
-from executor.redistribute import conjugate
+from executor.collective_counter import CollectiveKey, Counts
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
-from executor.runtime.run_context import PhaseTracker
-from executor.shard import shard_on_meta
-from executor.torch_internals.dtensor import fake_process_group, local_of, make_dtensor
+from executor.step_on_meta import StepOnMeta, fake_processes, meta_inputs
 from planner.errors import PlanError
-from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.plan.estimate import ONCE_A_STEP
-from planner.plan.sharding_plan import JobPhase, ShardingPlan
+from planner.plan.sharding_plan import ShardingPlan
 
 _MAX_MICRO_BATCHES = 2
 """Most micro-batches that ``verify`` runs: the third and later ones have the same collectives as the second."""
@@ -158,9 +146,9 @@ def observed_collectives(
         stack.enter_context(fake_processes(plan.mesh.size))
         device_mesh = device_mesh_for(plan, device_type="cpu")
         stack.enter_context(unpacked_sequences())
-        step = _Step(device_mesh, plan)
+        step = StepOnMeta(device_mesh, plan)
         model = step.sharded(module, dataclasses.replace(plan, micro_batches=run))
-        batch = local_batch(_meta_inputs(example_inputs), device_mesh, plan)
+        batch = local_batch(meta_inputs(example_inputs), device_mesh, plan)
         if plan.job.phase == "decode":
             batch = step.decoding_batch(model, batch)
         passes = [step.run_micro_batch(model, batch) for _ in range(run)]
@@ -171,115 +159,3 @@ def observed_collectives(
         for key, count in counts.items():
             total[key] += count if key.phase in ONCE_A_STEP else count * times
     return total
-
-
-class _Step:
-    """Runs one step of a plan on meta tensors, and counts its collectives."""
-
-    def __init__(self, device_mesh: DeviceMesh, plan: ShardingPlan) -> None:
-        self._device_mesh, self._plan = device_mesh, plan
-        self._phases = PhaseTracker()
-        self._counter = self._new_counter()
-        self._trace = CallTrace(lambda: self._counter.last_op)
-
-    def _new_counter(self) -> CollectiveCounter:
-        return CollectiveCounter(axes_by_group(self._device_mesh), lambda: self._phases.phase)
-
-    def sharded(self, module: nn.Module, plan: ShardingPlan) -> nn.Module:
-        """Return a copy of ``module`` on meta, sharded as ``plan`` says."""
-        with self._trace.reported("sharding the module"):
-            model = shard_on_meta(_meta_copy(module, plan.job.phase), self._device_mesh, plan, self._phases)
-            self._trace.attach(model)
-        return model
-
-    def decoding_batch(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the arguments of a decoding step, from those of one token."""
-        self._counter = self._new_counter()
-        with self._trace.reported("filling the cache"), self._counter:
-            return _decoding_batch(model, batch, self._plan.job.seq or 0)
-
-    def run_micro_batch(self, model: nn.Module, batch: Any) -> Counts:
-        """Return the collectives of one micro-batch."""
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-        self._counter = self._new_counter()
-        with self._counter:
-            with self._trace.reported("the forward"), torch.set_grad_enabled(self._plan.job.training):
-                output = model(*args, **kwargs)
-            if self._plan.job.training:
-                with self._trace.reported("the backward"):
-                    differentiated = _differentiated(output)
-                    torch.autograd.backward(differentiated, list(map(_ones_like, differentiated)))
-        return self._counter.counts
-
-
-def _decoding_batch(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
-    """Return the keyword arguments of a decoding step, including a cache of ``tokens`` tokens of each sequence.
-
-    Args:
-        model: a sharded model that takes a key-value cache as transformers' models do.
-        batch: keyword arguments; ``input_ids`` holds one token of each of this rank's sequences.
-        tokens: number of tokens in the cache; with 0 the cache argument is None.
-    """
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise PlanError("A decoding step needs input_ids, by keyword.", what_to_do='Give {"input_ids": ...}.')
-    cache = cache_argument(model)
-    if cache is None:
-        raise PlanError(f"{type(model).__name__} takes no cache.", what_to_do="Verify the plan of its prefill.")
-    arguments = {**batch, "use_cache": True}
-    prompt = {**arguments, "input_ids": batch["input_ids"].expand(-1, tokens)}
-    with torch.no_grad():
-        return {**arguments, cache: getattr(model(**prompt), cache) if tokens else None}
-
-
-def _ones_like(loss: torch.Tensor) -> torch.Tensor:
-    if not isinstance(loss, DTensor):
-        return torch.ones_like(loss)
-    ones = torch.ones_like(local_of(loss))
-    return make_dtensor(ones, loss.device_mesh, conjugate(tuple(loss.placements)), loss.shape, loss.stride())
-
-
-def _differentiated(output: Any) -> list[torch.Tensor]:
-    """Return what a step differentiates: the loss in a module's output, else all its numbers, else all its tensors."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        return [loss]
-    results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    results = list({id(result): result for result in results}.values())
-    return [result for result in results if result.dim() == 0] or results
-
-
-@contextmanager
-def fake_processes(size: int) -> Iterator[None]:
-    """Return a context with a fake process group of ``size`` ranks: the current group, or a new one if there is none.
-
-    Raises:
-        PlanError: the current process group has another size, or is not fake.
-    """
-    with ExitStack() as stack:
-        if not dist.is_initialized():
-            stack.enter_context(fake_process_group(size))
-        elif dist.get_world_size() != size or dist.get_backend() != "fake":
-            raise PlanError(
-                f"verify needs {size} fake processes, but a process group of {dist.get_world_size()} "
-                f"({dist.get_backend()}) is initialised.",
-                what_to_do="Call it before init_process_group, or in another process.",
-            )
-        yield
-
-
-def _meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
-    """Return a copy of ``module`` on meta, in eval mode unless ``phase`` is training; tied parameters stay tied."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    copied: nn.Module = copy.deepcopy(module, memo)
-    return copied if phase == "training" else copied.eval()
-
-
-def _meta_inputs(example_inputs: Any) -> Any:
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), example_inputs
-    )

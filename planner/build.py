@@ -28,7 +28,7 @@ from planner.progress import RUNNING_ON_FAKE_PROCESSES, Progress
 from planner.run import baselines, gc_pause
 from planner.search.worker_context import RunKey
 from planner.session import PlanningSession
-from planner.verification.verify_plan import verification_of
+from planner.verification.verify_plan import local_modules_of, verification_of
 
 _MOST_FAILURES = 3
 """Plans that are tried, at most, until one runs as planned."""
@@ -211,7 +211,7 @@ def _as_last_resort(plan: ShardingPlan, name: str, failures: Mapping[RunKey, Pla
 
 
 def _with_verification(session: PlanningSession, plan: ShardingPlan) -> ShardingPlan:
-    """Return ``plan`` with its verification, and the seconds that it took.
+    """Return ``plan`` with its local modules, its verification, and the seconds that both took.
 
     Raises:
         PlanError: the plan does not run as planned.
@@ -220,7 +220,13 @@ def _with_verification(session: PlanningSession, plan: ShardingPlan) -> Sharding
         session.progress(RUNNING_ON_FAKE_PROCESSES)
     start = time.perf_counter()
     with gc_pause.paused():
-        verification = verification_of(session.module, plan, session.inputs)
+        local = session.with_local_modules(plan, local_modules_of(session.module, plan, session.inputs))
+        try:
+            verification, plan = verification_of(session.module, local, session.inputs), local
+        except PlanError:
+            if not local.local_modules:
+                raise
+            verification = verification_of(session.module, plan, session.inputs)
     timings = {**plan.timings, "verify_s": time.perf_counter() - start}
     return dataclasses.replace(plan, verification=verification, timings=timings)
 

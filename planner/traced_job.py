@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import JobError, ModelError
+from planner.formulation.host_time import with_local_modules
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import (
     TracedModule,
@@ -25,6 +27,7 @@ from planner.model_rewrites.fuse_projections import styles_with_fused
 from planner.plan.checks import check_mesh
 from planner.plan.job import Checkpointing, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
+from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.progress import TRACING, Progress
 from planner.run import baselines, gc_pause
@@ -126,6 +129,16 @@ class TracedJob:
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
         self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)
+
+    def with_local_modules(self, plan: ShardingPlan, local_modules: Mapping[str, str]) -> ShardingPlan:
+        """Return ``plan`` with modules that run on local tensors, and the host's time with them."""
+        plan = dataclasses.replace(plan, local_modules=local_modules)
+        if plan.estimate is None or not local_modules:
+            return plan
+        structure = self._analysis.structure(self._batch // plan.micro_batches)
+        modules, device = self._module.names.modules, self.cluster.device
+        estimate = with_local_modules(plan.estimate, structure, plan, modules, device)
+        return dataclasses.replace(plan, estimate=estimate)
 
     def _traced(self, model: nn.Module, opaque_modules: Sequence[str]) -> TracedModule:
         """Return ``model`` traced for the job, whose numbers of micro-batches are then those that the graph serves."""

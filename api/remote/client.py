@@ -106,11 +106,12 @@ class RemoteShardingPlanner(ShardingPlanner):
     def _verified(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         """Return ``plan`` with the result of running it here, on fake processes."""
         from planner.graph.trace_module import resolve_inputs
-        from planner.verification.verify_plan import verification_of
+        from planner.verification.verify_plan import local_modules_of, verification_of
 
         self._report(RUNNING_ON_FAKE_PROCESSES)
         job = plan.job
         inputs = resolve_inputs(module, self._example_inputs, batch=job.batch, seq=job.seq, phase=job.phase)
+        plan = dataclasses.replace(plan, local_modules=local_modules_of(module, plan, inputs))
         return dataclasses.replace(plan, verification=verification_of(module, plan, inputs))
 
     def _graph(self, module: nn.Module) -> dict[str, str]:

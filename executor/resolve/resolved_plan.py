@@ -45,6 +45,7 @@ class ResolvedPlan:
         boundaries: what hooks do to the arguments and results of modules.
         checkpointing: module FQN -> mode of activation checkpointing.
         opaque_modules: FQN of an opaque module -> how it runs on samples, as text.
+        local_modules: FQN of a local module -> `planner.plan.local_module.LocalModule` as text.
         fsdp_groups: groups of parameters that ``fully_shard`` all-gathers together; innermost modules first.
         sharders: module FQN -> the Sharder that replaces the module.
         compute_dtype: dtype of parameters at use.
@@ -57,6 +58,7 @@ class ResolvedPlan:
     boundaries: Boundaries
     checkpointing: Mapping[str, CheckpointingMode]
     opaque_modules: Mapping[str, str]
+    local_modules: Mapping[str, str]
     fsdp_groups: tuple[FsdpGroup, ...]
     sharders: Mapping[str, Sharder]
     compute_dtype: torch.dtype
@@ -118,6 +120,7 @@ def resolve_plan(
         plan.activation_checkpointing, modules, field="activation_checkpointing", what="module"
     )
     opaque_modules = resolve_keys(plan.opaque_modules, modules, field="opaque_modules", what="module")
+    local_modules = resolve_keys(plan.local_modules, modules, field="local_modules", what="module")
     layouts_by_field = named_layouts(plan, parameters)
     check_layouts(parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan))
     layouts = resolve_parameters(
@@ -151,6 +154,7 @@ def resolve_plan(
         "return_local_tensor": boundaries.local_outputs,
         "activation_checkpointing": checkpointing,
         "opaque_modules": opaque_modules,
+        "local_modules": local_modules,
     }
     for field, names in names_by_field.items():
         check_outside_sharders(field, names, modules, sharder_names)
@@ -161,6 +165,7 @@ def resolve_plan(
         boundaries=boundaries,
         checkpointing=checkpointing,
         opaque_modules=opaque_modules,
+        local_modules=local_modules,
         fsdp_groups=fsdp_groups,
         sharders={fqn: sharders[name] for fqn, name in sharder_names.items()},
         compute_dtype=_DTYPES[plan.job.dtype],

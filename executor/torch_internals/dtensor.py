@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl
 from torch.utils.hooks import RemovableHandle
 
@@ -40,7 +40,35 @@ def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
     """Return the DTensor of global ``shape`` and ``stride`` whose local tensor is ``local``, without any check."""
-    return DTensor.from_local(local, mesh, layout, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    if torch.is_grad_enabled():
+        return DTensor.from_local(local, mesh, layout, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    # The same, without a record for autograd and with a remembered spec.
+    return like_dtensor(local.detach(), _spec(mesh, layout, tuple(shape), tuple(stride), local.dtype))
+
+
+_specs: dict[Any, TensorSpec] = {}
+"""Specs by mesh, layout, shape, stride and dtype: to make one takes as long as the kernel of a small op."""
+
+_MOST_SPECS = 4096
+
+
+def _spec(
+    mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> TensorSpec:
+    # By the object, which the spec keeps alive: an equal mesh may have other process groups.
+    key = id(mesh), layout, shape, stride, dtype
+    found = _specs.get(key)
+    if found is None:
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        found = _specs[key] = DTensorSpec(mesh, layout, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+    return found
+
+
+def spec_with(spec: TensorSpec, layout: Layout, stride: tuple[int, ...]) -> TensorSpec:
+    """Return ``spec`` with another layout and global stride."""
+    assert spec.tensor_meta is not None
+    return _spec(spec.mesh, layout, tuple(spec.tensor_meta.shape), stride, spec.tensor_meta.dtype)
 
 
 def like_dtensor(local: torch.Tensor, spec: TensorSpec) -> DTensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from cost_model.collectives.price import OPS_AROUND_A_COLLECTIVE
+from cost_model.hardware.devices import DeviceSpec
 from cost_model.kernels.compute import EAGER_HOST_S
 from planner.graph.op_graph import Op, OpGraph
 from planner.liveness.structure import Structure
-from planner.plan.estimate import CollectiveEstimate
+from planner.plan.estimate import CollectiveEstimate, Estimate
+from planner.plan.patterns import resolve_keys
+from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.profile.op_profile import OpProfile
 
@@ -54,6 +58,40 @@ def host_s(structure: Structure, run: Run, collectives: Sequence[CollectiveEstim
     calls = sum(row.count for row in collectives)
     once_s = op_s * (OPS_AROUND_A_COLLECTIVE * calls + (OPTIMIZER_OPS if run.job.training else 0))
     return run.micro_batches * micro_batch_s + once_s
+
+
+def with_local_modules(
+    estimate: Estimate, structure: Structure, plan: ShardingPlan, modules: Sequence[str], device: DeviceSpec
+) -> Estimate:
+    """Return ``estimate``, which took no module for a local one, with the host's time of the plan's local modules.
+
+    Args:
+        structure: the plan's graph and profiles, at any micro-batch.
+        plan: the plan; its ops in local modules are dispatched without DTensor.
+        modules: FQNs of all modules.
+        device: the device that the estimate is for.
+    """
+    if estimate.host_s is None or not plan.local_modules:
+        return estimate
+    local = resolve_keys(plan.local_modules, modules, field="local_modules", what="module")
+    rerun = resolve_keys(plan.activation_checkpointing, modules, field="activation_checkpointing", what="module")
+    graph, op_s = structure.regions.graph, device.host_op_s or DTENSOR_OP_S
+    saved_s = max(0.0, op_s - EAGER_HOST_S)
+    fqns = [call.fqn for call in graph.calls]
+    is_local = [_is_inside(fqn, local) for fqn in fqns]
+    runs = [2 if plan.job.training and _is_inside(fqn, rerun) else 1 for fqn in fqns]
+    ops = 0.0
+    for op in graph.ops:
+        if is_local[op.call] and any(graph.values[name].kind != "plain" for name in op.outputs):
+            profile = structure.profile.ops[op.name]
+            ops += runs[op.call] * (profile.forward_dispatched.ops or len(op.inputs) + len(op.outputs))
+            ops += profile.backward_dispatched.ops if plan.job.training else 0
+    return replace(estimate, host_s=max(0.0, estimate.host_s - plan.micro_batches * ops * saved_s))
+
+
+def _is_inside(fqn: str, modules: Collection[str]) -> bool:
+    parts = fqn.split(".")
+    return any(".".join(parts[:depth]) in modules for depth in range(1, len(parts) + 1))
 
 
 def _op_forward_s(op: Op, graph: OpGraph, profile: OpProfile, op_s: float) -> float:

@@ -126,6 +126,9 @@ class PlanDocument(_Document):
     opaque_modules: dict[str, Annotated[str, Field(pattern=r"^(([^ ;=]+=[-0]( [^ ;=]+=[-0])*)?;[0a-z ]+)?$")]] = {}
     """FQN pattern of modules that run as one op -> how their arguments and results are split by samples, such as
     "0=0 mask=-;0 mean"; "" where they run on whole tensors only."""
+    local_modules: dict[str, Annotated[str, Field(pattern=r"^[^;]*;[^;]*(;random)?$")]] = {}
+    """FQN pattern of modules that run on local tensors -> layouts of their arguments and results, such as
+    "hidden_states=S(0),R;S(0),R", with ";random" where they draw random numbers."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step; gradients accumulate over them."""
     zigzag: ZigzagOrder | None = None

@@ -57,7 +57,7 @@ __all__ = [
 
 _MAPPINGS = (
     *("plan", "compute_plan", "gradient_plan", "read_above", "fully_shard", "input_plan", "output_plan"),
-    *("activation_checkpointing", "opaque_modules"),
+    *("activation_checkpointing", "opaque_modules", "local_modules"),
 )
 """Fields whose keys are FQN patterns."""
 _LISTS = ("keep_gathered", "keep_gathered_for_step", "return_local_tensor")
@@ -97,6 +97,7 @@ class ShardingPlan:
         activation_checkpointing: modules -> "full" or "selective".
         local_ops: names of ops (torch functions) that each rank runs on its local tensors, as DTensor has no rule.
         opaque_modules: modules that run as one op -> how their samples are split (`opaque_op.SampleSplit`); "": not.
+        local_modules: modules that ranks run on their local tensors, without DTensor -> `local_module.LocalModule`.
         micro_batches: number of them in a step; gradients accumulate over them.
         zigzag: the zigzag token order that context parallelism uses; None: natural order.
         pipeline: the stages that the model is cut into. The mesh then has an outermost axis "pp", and layouts are on
@@ -131,6 +132,7 @@ class ShardingPlan:
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     local_ops: tuple[str, ...] = ()
     opaque_modules: Mapping[str, str] = field(default_factory=dict)
+    local_modules: Mapping[str, str] = field(default_factory=dict)
     micro_batches: int = 1
     zigzag: ZigzagOrder | None = None
     pipeline: Pipeline | None = None
@@ -281,6 +283,7 @@ class ShardingPlan:
             "activation_checkpointing": dict(self.activation_checkpointing),
             "local_ops": list(self.local_ops),
             "opaque_modules": dict(self.opaque_modules),
+            "local_modules": dict(self.local_modules),
             "micro_batches": self.micro_batches,
             "zigzag": None if self.zigzag is None else dataclasses.asdict(self.zigzag),
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),

@@ -10,7 +10,7 @@ import dataclasses
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from planner.graph.example_inputs import batch_size_of, with_batch, with_dtype
 from planner.graph.trace_module import TORCH_DTYPES
 from planner.plan.estimate import Verification
 from planner.plan.sharding_plan import ShardingPlan
-from planner.verification.block_runs import find_block_runs
+from planner.verification.block_runs import BlockRun, find_block_runs
 from planner.verification.shortened import shortened_copy
+from planner.writing.fqn_entries import fold_names
 
 if TYPE_CHECKING:
     from executor.verify import VerifyReport
@@ -60,6 +61,47 @@ def verification_of(module: nn.Module | None, plan: ShardingPlan, inputs: Exampl
             return Verification(outcome="not-run", reason=reason)
         with _undisturbed():
             return _run(module, plan, arguments)
+
+
+def local_modules_of(module: nn.Module | None, plan: ShardingPlan, inputs: ExampleInputs) -> dict[str, str]:
+    """Return FQN pattern -> how a module runs on local tensors (`executor.find_local_modules`); ``{}`` where none can.
+
+    Args:
+        module: as for `verification_of`.
+        plan: a plan without local modules.
+        inputs: as for `verification_of`.
+    """
+    if module is None or _obstacle(plan) is not None:
+        return {}
+    from executor.find_local_modules import find_local_modules
+
+    arguments = micro_batch_arguments(plan, inputs)
+    runs = find_block_runs(module, plan)
+    short = shortened_copy(module, dict.fromkeys(runs, _SHORT)) if runs else module
+    unnamed = _for_shorter(plan) if runs else plan
+    with _one_at_a_time:
+        if _process_group_in_use(plan.mesh.size) is not None:
+            return {}
+        with _undisturbed():
+            try:
+                texts = find_local_modules(short, unnamed, arguments)
+            except PlanError:
+                # Whether the plan runs is a question for verification.
+                return {}
+    for run in runs:
+        texts |= dict(_in_all_groups(module, run, texts))
+    return fold_names(texts, [fqn for fqn, _ in module.named_modules()])
+
+
+def _in_all_groups(module: nn.Module, run: BlockRun, texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the local modules of the blocks that a shorter module does not have, as those of its last group."""
+    names = [f"{run.fqn}.{name}" if run.fqn else name for name in module.get_submodule(run.fqn)._modules]
+    for group in range(_SHORT, run.groups):
+        for offset in range(run.period):
+            known = names[run.first + (_SHORT - 1) * run.period + offset]
+            for fqn, text in texts.items():
+                if fqn == known or fqn.startswith(f"{known}."):
+                    yield names[run.first + group * run.period + offset] + fqn.removeprefix(known), text
 
 
 def micro_batch_arguments(plan: ShardingPlan, inputs: ExampleInputs) -> Any:
@@ -158,9 +200,7 @@ def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Coun
     runs = find_block_runs(module, plan)
     if not runs:
         return None
-    # The hash is that of the whole model.
-    fingerprint = {name: value for name, value in plan.fingerprint.items() if name != "model"}
-    unnamed = dataclasses.replace(plan, fingerprint=fingerprint)
+    unnamed = _for_shorter(plan)
 
     def observed(longer: object = None) -> Counter[Any]:
         groups = {run: _SHORT + (run is longer) for run in runs}
@@ -173,3 +213,9 @@ def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Coun
         for key in {*short, *longer}:
             total[key] += (run.groups - _SHORT) * (longer[key] - short[key])
     return total
+
+
+def _for_shorter(plan: ShardingPlan) -> ShardingPlan:
+    """Return ``plan`` without the hash of the module's structure, which is that of the whole module."""
+    fingerprint = {name: value for name, value in plan.fingerprint.items() if name != "model"}
+    return dataclasses.replace(plan, fingerprint=fingerprint)

@@ -1,0 +1,358 @@
+"""Predicted step time and memory of plans on one GPU, beside what the GPU takes.
+
+    cd benchmarks
+    python one_gpu.py plan FOLDER                    # anywhere: FOLDER/NAME.json, a plan of each case
+    python one_gpu.py measure FOLDER -o measured.jsonl   # on the GPU: trains each case under its plan
+    python one_gpu.py report FOLDER measured.jsonl --markdown
+
+Each case is a model at a real size with random weights, trained by ``shard_module`` under its plan with AdamW
+(``fused=True``) on one rank of NCCL. The time is the median of ``STEPS`` steps after ``WARM_UP``, by CUDA events; peaks
+are those of the allocator in the same steps. Nothing of the cost model was fitted to these measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from executor import device_mesh_for, local_batch, shard_module
+from planner import ShardingPlan, build_plan
+
+WARM_UP, STEPS = 4, 10
+CLUSTER = "1x1xh100-sxm-80gb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model to train or to run.
+
+    Attributes:
+        make: returns the module.
+        inputs: returns the arguments of its call, on the device that the context says.
+        options: fields of the job.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _tokens(vocabulary: int, batch: int, seq: int) -> Callable[[], dict[str, Any]]:
+    def inputs() -> dict[str, Any]:
+        ids = torch.randint(0, vocabulary, (batch, seq))
+        return {"input_ids": ids, "labels": ids}
+
+    return inputs
+
+
+def _images(batch: int, classes: int) -> Callable[[], dict[str, Any]]:
+    return lambda: {"pixel_values": torch.randn(batch, 3, 224, 224), "labels": torch.randint(0, classes, (batch,))}
+
+
+def _encoder_decoder(vocabulary: int, batch: int, seq: int) -> Callable[[], dict[str, Any]]:
+    def inputs() -> dict[str, Any]:
+        ids = torch.randint(1, vocabulary, (batch, seq))
+        return {"input_ids": ids, "decoder_input_ids": ids, "labels": ids, "use_cache": False}
+
+    return inputs
+
+
+def _llama_1b() -> nn.Module:
+    # https://huggingface.co/meta-llama/Llama-3.2-1B, config.json, without the scaling of its rotary angles
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
+            num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=131_072, tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _qwen3_2b() -> nn.Module:
+    # https://huggingface.co/Qwen/Qwen3-1.7B, config.json
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
+            num_key_value_heads=8, vocab_size=151_936, max_position_embeddings=40_960, tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _mixtral_1b() -> nn.Module:
+    """Mixtral's shape with a quarter of its width and a quarter of its layers: 1.5 billion parameters."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=1024, intermediate_size=3584, num_hidden_layers=12, num_attention_heads=16,
+            num_key_value_heads=4, vocab_size=32_000, num_local_experts=8, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _t5_large() -> nn.Module:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=1024, d_ff=4096, num_layers=24, num_heads=16, d_kv=64, vocab_size=32_128, decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )
+    )  # fmt: skip
+
+
+def _bert_large() -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def _vit_large() -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, num_labels=1000
+        )
+    )
+
+
+def _gpt2(**changed: Any) -> Callable[[], nn.Module]:
+    options = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False} | changed
+    return lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
+
+
+_LLAMA = _tokens(128_256, 4, 4096)
+CASES: dict[str, Case] = {
+    "gpt2": Case(make=_gpt2(), inputs=_tokens(50_257, 16, 1024)),
+    "gpt2-micro-batches-4": Case(make=_gpt2(), inputs=_tokens(50_257, 32, 1024), options={"micro_batches": 4}),
+    "gpt2-xl": Case(
+        make=_gpt2(n_embd=1600, n_layer=48, n_head=25), inputs=_tokens(50_257, 4, 1024), options={"ac": "full"}
+    ),
+    "bert-large": Case(make=_bert_large, inputs=_tokens(30_522, 32, 512)),
+    "vit-large": Case(make=_vit_large, inputs=_images(64, 1000)),
+    "t5-large": Case(make=_t5_large, inputs=_encoder_decoder(32_128, 8, 512)),
+    "llama-1b": Case(make=_llama_1b, inputs=_tokens(128_256, 2, 4096), options={"ac": "none"}),
+    "llama-1b-selective": Case(make=_llama_1b, inputs=_LLAMA, options={"ac": "selective"}),
+    "llama-1b-full": Case(make=_llama_1b, inputs=_LLAMA, options={"ac": "full"}),
+    "qwen3-1.7b-full": Case(make=_qwen3_2b, inputs=_tokens(151_936, 2, 4096), options={"ac": "full"}),
+    "mixtral-1.5b": Case(make=_mixtral_1b, inputs=_tokens(32_000, 8, 1024)),
+    "convnext-base": Case(
+        make=lambda: transformers.ConvNextForImageClassification(
+            transformers.ConvNextConfig(
+                depths=[3, 3, 27, 3], hidden_sizes=[128, 256, 512, 1024], num_labels=1000, drop_path_rate=0.0
+            )
+        ),
+        inputs=_images(64, 1000),
+    ),
+    "resnet-50": Case(
+        make=lambda: transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000)),
+        inputs=_images(128, 1000),
+    ),
+    "llama-1b-prefill": Case(
+        make=_llama_1b,
+        inputs=lambda: {"input_ids": torch.randint(0, 128_256, (4, 8192))},
+        options={"phase": "prefill"},
+    ),
+    "llama-1b-fused": Case(make=_llama_1b, inputs=_LLAMA, options={"ac": "selective", "techniques": ["fused-ops"]}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a case took on the GPU.
+
+    Attributes:
+        step_ms: all timed steps, in milliseconds.
+        allocated, reserved: peaks of torch's allocator, in bytes.
+        outside: bytes in use on the device beyond those that the allocator reserved.
+        loss: of the last step.
+        error: the traceback, where it did not run.
+    """
+
+    name: str
+    gpu: str
+    torch: str
+    step_ms: tuple[float, ...] = ()
+    allocated: int = 0
+    reserved: int = 0
+    outside: int = 0
+    loss: float = 0.0
+    error: str | None = None
+
+
+def plan_cases(folder: Path, names: Sequence[str]) -> None:
+    """Write a plan of each case into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        case, start = CASES[name], time.perf_counter()
+        with torch.device("meta"):
+            module, inputs = case.make(), case.inputs()
+        try:
+            plan = build_plan(module, cluster=CLUSTER, example_inputs=inputs, **case.options)
+        except Exception as error:  # noqa: BLE001 - a case that cannot be planned is a result
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        plan.save(folder / f"{name}.json")
+        estimate = plan.estimate
+        print(f"{name}: {estimate.step_time_s * 1e3:.1f} ms, {estimate.peak_memory_bytes / 1e9:.1f} GB, "
+              f"planned in {time.perf_counter() - start:.1f} s", flush=True)  # fmt: skip
+
+
+def measure_case(name: str, plan: ShardingPlan) -> Measured:
+    """Return what ``plan`` takes on this GPU."""
+    case, device = CASES[name], torch.device("cuda")
+    about = {"name": name, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        torch.manual_seed(0)
+        with device:
+            module, inputs = case.make(), case.inputs()
+        mesh = device_mesh_for(plan)
+        step = _training_step(module, inputs, mesh, plan) if plan.job.training else _forward(module, inputs, mesh, plan)
+        for _ in range(WARM_UP):
+            loss = step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(STEPS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            loss = step()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    except Exception:  # noqa: BLE001 - a case that does not run is a result
+        return Measured(**about, error=traceback.format_exc())
+    free, total = torch.cuda.mem_get_info()
+    return Measured(
+        **about,
+        step_ms=tuple(times),
+        allocated=torch.cuda.max_memory_allocated(),
+        reserved=torch.cuda.max_memory_reserved(),
+        outside=total - free - torch.cuda.memory_reserved(),
+        loss=float(loss),
+    )
+
+
+def _training_step(module: nn.Module, inputs: Any, mesh: Any, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
+    shard_module(module, mesh, plan)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    batches = [
+        {name: value.chunk(plan.micro_batches)[index] if isinstance(value, torch.Tensor) else value
+         for name, value in inputs.items()}
+        for index in range(plan.micro_batches)
+    ]  # fmt: skip
+
+    def step() -> torch.Tensor:
+        for batch in batches:
+            loss = module(**local_batch(batch, mesh, plan))["loss"] / len(batches)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _forward(module: nn.Module, inputs: Any, mesh: Any, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
+    module.to(torch.bfloat16).eval()
+    shard_module(module, mesh, plan)
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        logits = module(**local_batch(inputs, mesh, plan), use_cache=True)["logits"]
+        return logits[0, -1, 0]
+
+    return step
+
+
+def report(folder: Path, rows: Sequence[Measured], *, markdown: bool) -> str:
+    """Return a table of what was predicted and measured, with errors in percent of what was measured."""
+    header = ("case", "step, ms", "predicted", "error", "band", "peak, GB", "predicted", "error", "allocated", "predicted",
+              "error", "outside")  # fmt: skip
+    lines, time_errors, memory_errors = [], [], []
+    for row in rows:
+        if row.error is not None:
+            lines.append((row.name, row.error.strip().splitlines()[-1][:60], *[""] * (len(header) - 2)))
+            continue
+        plan = ShardingPlan.load(folder / f"{row.name}.json")
+        estimate = plan.estimate
+        step = statistics.median(row.step_ms)
+        memory = dict(estimate.memory)
+        peak = row.reserved + row.outside
+        allocated = estimate.peak_memory_bytes - memory["context"] - memory["allocator"]
+        predicted = estimate.step_time_s * 1e3
+        time_errors.append(predicted / step - 1)
+        memory_errors.append(estimate.peak_memory_bytes / peak - 1)
+        lines.append((
+            row.name, f"{step:.1f}", f"{predicted:.1f}", f"{predicted / step - 1:+.0%}", f"host {estimate.host_s * 1e3:.1f}",
+            f"{peak / 1e9:.1f}", f"{estimate.peak_memory_bytes / 1e9:.1f}", f"{estimate.peak_memory_bytes / peak - 1:+.0%}",
+            f"{row.allocated / 1e9:.1f}", f"{allocated / 1e9:.1f}", f"{allocated / row.allocated - 1:+.0%}",
+            f"{row.outside / 1e9:.1f}",
+        ))  # fmt: skip
+    if markdown:
+        table = [header, tuple("---" for _ in header), *lines]
+        text = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    else:
+        widths = [max(len(line[index]) for line in (header, *lines)) for index in range(len(header))]
+        text = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in (header, *lines))
+    if not time_errors:
+        return text
+    means = (f"{sum(map(abs, errors)) / len(errors):.1%}" for errors in (time_errors, memory_errors))
+    return text + "\n\nmean error of the step {}, of the peak {}, {} cases".format(*means, len(time_errors))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan, measure, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("plan", "measure", "report"))
+    parser.add_argument("folder", type=Path, help="folder of the plans")
+    parser.add_argument("measured", type=Path, nargs="?", help="file of the measurements, for report")
+    parser.add_argument("-o", "--output", type=Path, help="file to add measurements to")
+    parser.add_argument("--only", action="append", choices=list(CASES), help="this case alone; may be repeated")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args(argv)
+    names = arguments.only or list(CASES)
+    if arguments.what == "plan":
+        plan_cases(arguments.folder, names)
+    elif arguments.what == "report":
+        rows = [Measured(**json.loads(line)) for line in arguments.measured.read_text().splitlines()]
+        print(report(arguments.folder, rows, markdown=arguments.markdown))
+    else:
+        if not torch.cuda.is_available():
+            parser.error("measure needs a GPU, and torch sees none")
+        dist.init_process_group("nccl", init_method="tcp://localhost:29511", rank=0, world_size=1)
+        for name in names:
+            path = arguments.folder / f"{name}.json"
+            if not path.exists():
+                continue
+            row = measure_case(name, ShardingPlan.load(path))
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            shown = (
+                row.error.strip().splitlines()[-1]
+                if row.error
+                else f"{statistics.median(row.step_ms):.1f} ms, {row.reserved / 1e9:.1f} GB"
+            )
+            print(f"{name}: {shown}", flush=True)
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
