@@ -214,7 +214,8 @@ def _shard(
     read_recurrent_weights(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     form = BatchForm(job.batch // plan.micro_batches if job.batch else None, is_planned=plan.solver is not None)
-    attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
+    inputs_dtype = None if plan.solver is None else resolved.compute_dtype
+    attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form, inputs_dtype)
     attach_ports(module, resolved.boundaries, shared, form)
     attach_local_outputs(module, resolved.boundaries)
     # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.

@@ -1,4 +1,7 @@
-"""Arguments of the root that the plan does not name, such as an attention mask: they get layouts from named ones."""
+"""Arguments of the root: those of floating point get the compute dtype, as under torch's mixed precision.
+
+Those that the plan does not name, such as an attention mask, get layouts from named ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from planner.plan.ports import Port
 
 
 def attach_root_arguments(
-    module: nn.Module, ports: Mapping[str, Port], device_mesh: DeviceMesh, form: BatchForm
+    module: nn.Module, ports: Mapping[str, Port], device_mesh: DeviceMesh, form: BatchForm, dtype: torch.dtype | None
 ) -> None:
     """Hook the root ``module``. Call this before ``attach_ports``.
 
@@ -30,7 +33,19 @@ def attach_root_arguments(
         ports: argument of the root -> its port.
         device_mesh: mesh of the ranks that run the plan.
         form: whether batches are whole; then every plain tensor is whole, and none needs a layout.
+        dtype: the compute dtype, for which the module was planned; None: arguments keep their dtypes.
     """
+
+    def cast(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+        )
+        return changed
+
+    if dtype is not None:
+        module.register_forward_pre_hook(cast, with_kwargs=True)
     if ports:
         hook = _RootArguments(ports, positional_names(module), device_mesh, form)
         module.register_forward_pre_hook(hook, with_kwargs=True)
