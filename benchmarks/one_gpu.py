@@ -13,6 +13,7 @@ are those of the allocator in the same steps. Nothing of the cost model was fitt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from executor import device_mesh_for, local_batch, shard_module
 from planner import ShardingPlan, build_plan
+from planner.errors import PlannerError
 
 WARM_UP, STEPS = 4, 10
 CLUSTER = "1x1xh100-sxm-80gb"
@@ -177,6 +180,7 @@ class Measured:
 
     Attributes:
         step_ms: all timed steps, in milliseconds.
+        plain_ms: the same of the module without shardplan, all of it in bf16, in a loop of torch's.
         allocated, reserved: peaks of torch's allocator, in bytes.
         outside: bytes in use on the device beyond those that the allocator reserved.
         loss: of the last step.
@@ -187,6 +191,7 @@ class Measured:
     gpu: str
     torch: str
     step_ms: tuple[float, ...] = ()
+    plain_ms: tuple[float, ...] = ()
     allocated: int = 0
     reserved: int = 0
     outside: int = 0
@@ -203,64 +208,101 @@ def plan_cases(folder: Path, names: Sequence[str]) -> None:
             module, inputs = case.make(), case.inputs()
         try:
             plan = build_plan(module, cluster=CLUSTER, example_inputs=inputs, **case.options)
-        except Exception as error:  # noqa: BLE001 - a case that cannot be planned is a result
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        except PlannerError as error:
+            print(f"{name}: {error}", file=sys.stderr)
             continue
         plan.save(folder / f"{name}.json")
-        estimate = plan.estimate
-        print(f"{name}: {estimate.step_time_s * 1e3:.1f} ms, {estimate.peak_memory_bytes / 1e9:.1f} GB, "
-              f"planned in {time.perf_counter() - start:.1f} s", flush=True)  # fmt: skip
+        assert plan.estimate is not None
+        step_ms, peak_gb = plan.estimate.step_time_s * 1e3, plan.estimate.peak_memory_bytes / 1e9
+        taken_s = time.perf_counter() - start
+        print(f"{name}: {step_ms:.1f} ms, {peak_gb:.1f} GB, planned in {taken_s:.1f} s", flush=True)
 
 
 def measure_case(name: str, plan: ShardingPlan) -> Measured:
-    """Return what ``plan`` takes on this GPU."""
-    case, device = CASES[name], torch.device("cuda")
+    """Return what ``plan`` takes on this GPU, and what the module takes without it."""
     about = {"name": name, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    gc.collect()
-    torch.cuda.empty_cache()
     try:
-        torch.manual_seed(0)
-        with device:
-            module, inputs = case.make(), case.inputs()
-        mesh = device_mesh_for(plan)
-        step = _training_step(module, inputs, mesh, plan) if plan.job.training else _forward(module, inputs, mesh, plan)
-        for _ in range(WARM_UP):
-            loss = step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(STEPS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            loss = step()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
+        with _freed():
+            step_ms, loss = _timed(_sharded_step(CASES[name], plan))
+            free, total = torch.cuda.mem_get_info()
+            peaks = {
+                "allocated": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+                "outside": total - free - torch.cuda.memory_reserved(),
+            }
     except Exception:  # noqa: BLE001 - a case that does not run is a result
         return Measured(**about, error=traceback.format_exc())
-    free, total = torch.cuda.mem_get_info()
-    return Measured(
-        **about,
-        step_ms=tuple(times),
-        allocated=torch.cuda.max_memory_allocated(),
-        reserved=torch.cuda.max_memory_reserved(),
-        outside=total - free - torch.cuda.memory_reserved(),
-        loss=float(loss),
-    )
+    plain_ms: tuple[float, ...] = ()
+    with _freed(), contextlib.suppress(torch.OutOfMemoryError):
+        plain_ms, _ = _timed(_plain_step(CASES[name], plan))
+    return Measured(**about, **peaks, step_ms=step_ms, plain_ms=plain_ms, loss=loss)
 
 
-def _training_step(module: nn.Module, inputs: Any, mesh: Any, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
-    shard_module(module, mesh, plan)
+@contextlib.contextmanager
+def _freed() -> Iterator[None]:
+    """Return a context before and after which the allocator holds nothing."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _timed(step: Callable[[], torch.Tensor]) -> tuple[tuple[float, ...], float]:
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(STEPS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        loss = step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return tuple(times), float(loss)
+
+
+def _sharded_step(case: Case, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
+    module, inputs = _made(case)
+    mesh = device_mesh_for(plan)
+    if plan.job.training:
+        shard_module(module, mesh, plan)
+        return _training_step(module, [local_batch(each, mesh, plan) for each in _micro_batches(inputs, plan)])
+    shard_module(module.to(torch.bfloat16).eval(), mesh, plan)
+    return _forward(module, local_batch(inputs, mesh, plan))
+
+
+def _plain_step(case: Case, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
+    module, inputs = _made(case)
+    typed = pytree.tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, inputs)
+    module.to(torch.bfloat16)
+    if not plan.job.training:
+        return _forward(module.eval(), typed)
+    if plan.job.ac == "full":
+        module.gradient_checkpointing_enable()
+    return _training_step(module, _micro_batches(typed, plan))
+
+
+def _made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return case.make(), case.inputs()
+
+
+def _micro_batches(inputs: dict[str, Any], plan: ShardingPlan) -> list[dict[str, Any]]:
+    def piece(value: Any, index: int) -> Any:
+        return value.chunk(plan.micro_batches)[index] if isinstance(value, torch.Tensor) else value
+
+    return [{name: piece(value, index) for name, value in inputs.items()} for index in range(plan.micro_batches)]
+
+
+def _training_step(module: nn.Module, batches: Sequence[dict[str, Any]]) -> Callable[[], torch.Tensor]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    batches = [
-        {name: value.chunk(plan.micro_batches)[index] if isinstance(value, torch.Tensor) else value
-         for name, value in inputs.items()}
-        for index in range(plan.micro_batches)
-    ]  # fmt: skip
 
     def step() -> torch.Tensor:
         for batch in batches:
-            loss = module(**local_batch(batch, mesh, plan))["loss"] / len(batches)
+            loss: torch.Tensor = module(**batch)["loss"] / len(batches)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -269,52 +311,58 @@ def _training_step(module: nn.Module, inputs: Any, mesh: Any, plan: ShardingPlan
     return step
 
 
-def _forward(module: nn.Module, inputs: Any, mesh: Any, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
-    module.to(torch.bfloat16).eval()
-    shard_module(module, mesh, plan)
-
+def _forward(module: nn.Module, inputs: dict[str, Any]) -> Callable[[], torch.Tensor]:
     @torch.no_grad()
     def step() -> torch.Tensor:
-        logits = module(**local_batch(inputs, mesh, plan), use_cache=True)["logits"]
+        logits: torch.Tensor = module(**inputs, use_cache=True)["logits"]
         return logits[0, -1, 0]
 
     return step
 
 
+HEADER = (
+    *("case", "step, ms", "predicted", "error", "host", "plain torch"),
+    *("peak, GB", "predicted", "error", "allocated", "predicted", "error"),
+)
+
+
 def report(folder: Path, rows: Sequence[Measured], *, markdown: bool) -> str:
-    """Return a table of what was predicted and measured, with errors in percent of what was measured."""
-    header = ("case", "step, ms", "predicted", "error", "band", "peak, GB", "predicted", "error", "allocated", "predicted",
-              "error", "outside")  # fmt: skip
-    lines, time_errors, memory_errors = [], [], []
+    """Return a table of what was predicted and measured, with errors as a share of what was measured.
+
+    "host" is the predicted time in which the host dispatches a step, and the larger of it and the step is compared.
+    """
+    lines: list[tuple[str, ...]] = []
+    time_errors, memory_errors = [], []
     for row in rows:
         if row.error is not None:
-            lines.append((row.name, row.error.strip().splitlines()[-1][:60], *[""] * (len(header) - 2)))
+            lines.append((row.name, row.error.strip().splitlines()[-1][:60], *[""] * (len(HEADER) - 2)))
             continue
-        plan = ShardingPlan.load(folder / f"{row.name}.json")
-        estimate = plan.estimate
-        step = statistics.median(row.step_ms)
-        memory = dict(estimate.memory)
-        peak = row.reserved + row.outside
+        estimate = ShardingPlan.load(folder / f"{row.name}.json").estimate
+        assert estimate is not None
+        step_ms, host_ms = statistics.median(row.step_ms), (estimate.host_s or 0.0) * 1e3
+        predicted_ms = max(estimate.step_time_s * 1e3, host_ms)
+        peak, memory = row.reserved + row.outside, dict(estimate.memory)
         allocated = estimate.peak_memory_bytes - memory["context"] - memory["allocator"]
-        predicted = estimate.step_time_s * 1e3
-        time_errors.append(predicted / step - 1)
+        time_errors.append(predicted_ms / step_ms - 1)
         memory_errors.append(estimate.peak_memory_bytes / peak - 1)
-        lines.append((
-            row.name, f"{step:.1f}", f"{predicted:.1f}", f"{predicted / step - 1:+.0%}", f"host {estimate.host_s * 1e3:.1f}",
-            f"{peak / 1e9:.1f}", f"{estimate.peak_memory_bytes / 1e9:.1f}", f"{estimate.peak_memory_bytes / peak - 1:+.0%}",
-            f"{row.allocated / 1e9:.1f}", f"{allocated / 1e9:.1f}", f"{allocated / row.allocated - 1:+.0%}",
-            f"{row.outside / 1e9:.1f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                *(row.name, f"{step_ms:.1f}", f"{predicted_ms:.1f}", f"{time_errors[-1]:+.0%}", f"{host_ms:.1f}"),
+                f"{statistics.median(row.plain_ms):.1f}" if row.plain_ms else "",
+                *(f"{peak / 1e9:.1f}", f"{estimate.peak_memory_bytes / 1e9:.1f}", f"{memory_errors[-1]:+.0%}"),
+                *(f"{row.allocated / 1e9:.1f}", f"{allocated / 1e9:.1f}", f"{allocated / row.allocated - 1:+.0%}"),
+            )
+        )
     if markdown:
-        table = [header, tuple("---" for _ in header), *lines]
+        table = [HEADER, tuple("---" for _ in HEADER), *lines]
         text = "\n".join("| " + " | ".join(line) + " |" for line in table)
     else:
-        widths = [max(len(line[index]) for line in (header, *lines)) for index in range(len(header))]
-        text = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in (header, *lines))
+        widths = [max(len(line[index]) for line in (HEADER, *lines)) for index in range(len(HEADER))]
+        text = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in (HEADER, *lines))
     if not time_errors:
         return text
-    means = (f"{sum(map(abs, errors)) / len(errors):.1%}" for errors in (time_errors, memory_errors))
-    return text + "\n\nmean error of the step {}, of the peak {}, {} cases".format(*means, len(time_errors))
+    means = [f"{sum(map(abs, errors)) / len(errors):.1%}" for errors in (time_errors, memory_errors)]
+    return f"{text}\n\nmean error of the step {means[0]}, of the peak {means[1]}, {len(time_errors)} cases"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -330,27 +378,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = arguments.only or list(CASES)
     if arguments.what == "plan":
         plan_cases(arguments.folder, names)
-    elif arguments.what == "report":
+        return 0
+    if arguments.what == "report":
         rows = [Measured(**json.loads(line)) for line in arguments.measured.read_text().splitlines()]
         print(report(arguments.folder, rows, markdown=arguments.markdown))
-    else:
-        if not torch.cuda.is_available():
-            parser.error("measure needs a GPU, and torch sees none")
-        dist.init_process_group("nccl", init_method="tcp://localhost:29511", rank=0, world_size=1)
-        for name in names:
-            path = arguments.folder / f"{name}.json"
-            if not path.exists():
-                continue
-            row = measure_case(name, ShardingPlan.load(path))
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-            shown = (
-                row.error.strip().splitlines()[-1]
-                if row.error
-                else f"{statistics.median(row.step_ms):.1f} ms, {row.reserved / 1e9:.1f} GB"
-            )
-            print(f"{name}: {shown}", flush=True)
-        dist.destroy_process_group()
+        return 0
+    if not torch.cuda.is_available():
+        parser.error("measure needs a GPU, and torch sees none")
+    dist.init_process_group("nccl", init_method="tcp://localhost:29511", rank=0, world_size=1)
+    for name in names:
+        path = arguments.folder / f"{name}.json"
+        if not path.exists():
+            continue
+        row = measure_case(name, ShardingPlan.load(path))
+        with arguments.output.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+        steps = (statistics.median(times) if times else 0.0 for times in (row.step_ms, row.plain_ms))
+        done = "{:.1f} ms, plain {:.1f} ms".format(*steps)
+        print(f"{name}: {row.error.strip().splitlines()[-1] if row.error else done}", flush=True)
+    dist.destroy_process_group()
     return 0
 
 

@@ -49,6 +49,9 @@ _TAKE_SIZES = frozenset(
 )
 """Functions whose integers may be sizes. A tensor of constants has no value that depends on them."""
 
+_ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.detach})
+"""Functions that return the tensor itself, of which conversions to and from DTensors make use."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
@@ -100,7 +103,7 @@ class _Recorder(TorchFunctionMode):
         leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, slice))
         described = tuple(_described(leaf) for leaf in leaves)
         result = func(*args, **kwargs)
-        tensors = tensors_in(result)
+        tensors = [] if func in _ALIASES else tensors_in(result)
         if tensors or func is torch.Tensor.__setitem__:
             call = _TorchCall(func, str(structure), described, tuple(map(_described, tensors)))
             self.calls.append(call)
@@ -122,7 +125,7 @@ class _ModuleCall:
     Attributes:
         local: the layouts at its boundary; None where it cannot run on local tensors.
         calls: the calls of torch's functions inside.
-        has_dtensors: whether DTensors are among its arguments.
+        has_dtensors: whether DTensors are among its arguments or results.
     """
 
     local: LocalModule | None
@@ -169,7 +172,7 @@ class _Observer:
         local = None
         if after.collectives == before.collectives and not any(call.is_partial for call in calls):
             local = _boundary(args, kwargs, output, is_random=after.random > before.random)
-        has_dtensors = any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        has_dtensors = any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs, output)))
         self.by_fqn.setdefault(fqn, []).append(_ModuleCall(local=local, calls=calls, has_dtensors=has_dtensors))
         return output
 

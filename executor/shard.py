@@ -51,7 +51,7 @@ from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.model_rewrites.recurrent import read_recurrent_weights
-from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.plan.sharding_plan import ShardingPlan
 
 ForwardObserver = Callable[[nn.Module], None]
@@ -211,6 +211,7 @@ def _shard(
         replace_with_fused_ops(module, redistributor, opaque={*replacements, *in_opaque})
     concatenate_mla_keys(module)
     batch_norm_for_sync(module)
+    norms_in_dtype_of_statistics(module)
     read_recurrent_weights(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     form = BatchForm(job.batch // plan.micro_batches if job.batch else None, is_planned=plan.solver is not None)

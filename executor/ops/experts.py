@@ -74,7 +74,10 @@ class _ExpertsForward:
         gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
         assert gate_up is not None
         assert down is not None
-        return experts(self._redistributor, hidden_states, top_k_index, top_k_weights, gate_up, down, self._activation)
+        given = hidden_states, top_k_index, top_k_weights, gate_up, down
+        result = experts(self._redistributor, *given, self._activation)
+        # In a local module there are no DTensors.
+        return result if any(isinstance(tensor, DTensor) for tensor in given) else result.to_local()
 
 
 def experts(

@@ -74,8 +74,9 @@ class LocalForward:
         region = random_region(self._shard_of(split)) if split and self._local.is_random else nullcontext()
         with _showing(slots, parameters), without_mode(OwnOps), region:
             output = self._forward(*local_args, **local_kwargs)
-        if len(tensors_in(output)) != len(self._local.outputs):
-            # An argument asked for more results than planned.
+        results = tensors_in(output)
+        if len(results) != len(self._local.outputs) or any(isinstance(result, DTensor) for result in results):
+            # An argument asked for more results than planned, or something in the module needs DTensors.
             return self._forward(*args, **kwargs)
         return self._left(output, split)
 

@@ -8,8 +8,7 @@ are registered again. ``load_state_dict`` takes whole tensors, of which each ran
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from executor.resolve.per_module import PerModule
 from executor.runtime.grad_reduction import GradientReduction, is_attached
 from planner.errors import PlanMismatchError
 
-_guards: MutableMapping[nn.Module, ParameterGuard] = weakref.WeakKeyDictionary()
-"""Every module inside a sharded module -> its guard. Global, because torch's hook on new parameters is."""
+_guards: PerModule[ParameterGuard] = PerModule("guard")
+"""Every module inside a sharded module -> its guard, for torch's hook on new parameters, which is global."""
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
@@ -206,7 +207,11 @@ class ParameterHooks:
         before: Callable[[torch.Tensor], None] | None,
         after: Callable[[torch.Tensor], None],
     ) -> None:
-        """Register the hooks that are missing: ``before`` and ``after`` a gradient accumulates in ``parameter``."""
+        """Register the hooks that are missing: ``before`` and ``after`` a gradient accumulates in ``parameter``.
+
+        Both are methods, whose object the hooks do not keep alive: Python's garbage collector does not see the hooks
+        that torch holds after accumulation, so that a parameter whose hooks refer to it would never be freed.
+        """
         lacks_before = before is not None and not _is_in(self._before, parameter._backward_hooks)
         lacks_after = not _is_in(self._after, parameter._post_accumulate_grad_hooks)
         if not lacks_before and not lacks_after:
@@ -214,10 +219,22 @@ class ParameterHooks:
         # torch refuses hooks on frozen parameters, and keeps them when a parameter is frozen later.
         requires_grad, parameter.requires_grad = parameter.requires_grad, True
         if before is not None and lacks_before:
-            self._before = parameter.register_hook(before)
+            self._before = parameter.register_hook(_weakly(before))
         if lacks_after:
-            self._after = parameter.register_post_accumulate_grad_hook(after)
+            self._after = parameter.register_post_accumulate_grad_hook(_weakly(after))
         parameter.requires_grad = requires_grad
+
+
+def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Return ``method`` as a function that does nothing once the object of the method is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(tensor: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(tensor)
+
+    return call
 
 
 def _is_in(handle: RemovableHandle | None, hooks: Any) -> bool:

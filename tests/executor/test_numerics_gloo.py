@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.executor_cases import Case, data_parallel, fully_sharded, loss_of, make_batch, make_model, megatron
 from support.gloo import run_on_gloo
+from support.selected import selected
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -97,8 +98,8 @@ def run_cases(rank: int, names: list[str]) -> dict[str, Result]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Result]:
-    return run_on_gloo(run_cases, 4, list(CASES))[0]
+def results(request: pytest.FixtureRequest) -> dict[str, Result]:
+    return run_on_gloo(run_cases, 4, selected(request, "name"))[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from executor.redistribute import Redistributor
+from executor.resolve.per_module import PerModule
 from executor.resolve.sharded_as import not_sharded
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import RunContexts
@@ -35,8 +36,8 @@ class ShardedRoot:
     reduction: GradientReduction
 
 
-_roots: MutableMapping[nn.Module, ShardedRoot] = weakref.WeakKeyDictionary()
-"""Sharded module -> its record. Global, because ``shard_module`` and the loops share nothing but the module."""
+_roots: PerModule[ShardedRoot] = PerModule("root")
+"""Sharded module -> its record: ``shard_module`` and the loops share nothing but the module."""
 
 
 def remember_root(module: nn.Module, root: ShardedRoot, contexts: RunContexts) -> None:
@@ -53,8 +54,9 @@ def remember_root(module: nn.Module, root: ShardedRoot, contexts: RunContexts) -
 def find_root(module: nn.Module) -> tuple[nn.Module, ShardedRoot] | None:
     """Return the sharded module in ``module``, which may be wrapped (by peft, for instance), and its record."""
     for part in module.modules():
-        if part in _roots:
-            return part, _roots[part]
+        root = _roots.get(part)
+        if root is not None:
+            return part, root
     return None
 
 

@@ -25,6 +25,7 @@ from support.executor_cases import (
 )
 from support.fsdp_cases import CASES
 from support.gloo import run_on_gloo
+from support.selected import selected
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -107,8 +108,8 @@ def run_cases(rank: int, names: list[str]) -> dict[str, Result]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Result]:
-    return run_on_gloo(run_cases, 4, list(CASES))[0]
+def results(request: pytest.FixtureRequest) -> dict[str, Result]:
+    return run_on_gloo(run_cases, 4, selected(request, "name"))[0]
 
 
 @pytest.mark.parametrize("name", CASES)
