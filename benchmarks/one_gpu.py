@@ -75,7 +75,7 @@ def _encoder_decoder(vocabulary: int, batch: int, seq: int) -> Callable[[], dict
     return inputs
 
 
-def _llama_1b() -> nn.Module:
+def _llama_1b() -> Any:
     # https://huggingface.co/meta-llama/Llama-3.2-1B, config.json, without the scaling of its rotary angles
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -86,7 +86,7 @@ def _llama_1b() -> nn.Module:
     )  # fmt: skip
 
 
-def _qwen3_2b() -> nn.Module:
+def _qwen3_2b() -> Any:
     # https://huggingface.co/Qwen/Qwen3-1.7B, config.json
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
@@ -97,7 +97,7 @@ def _qwen3_2b() -> nn.Module:
     )  # fmt: skip
 
 
-def _mixtral_1b() -> nn.Module:
+def _mixtral_1b() -> Any:
     """Mixtral's shape with a quarter of its width and a quarter of its layers: 1.5 billion parameters."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
@@ -107,7 +107,7 @@ def _mixtral_1b() -> nn.Module:
     )  # fmt: skip
 
 
-def _t5_large() -> nn.Module:
+def _t5_large() -> Any:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             d_model=1024, d_ff=4096, num_layers=24, num_heads=16, d_kv=64, vocab_size=32_128, decoder_start_token_id=0,
@@ -116,7 +116,7 @@ def _t5_large() -> nn.Module:
     )  # fmt: skip
 
 
-def _bert_large() -> nn.Module:
+def _bert_large() -> Any:
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
             hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
@@ -125,7 +125,7 @@ def _bert_large() -> nn.Module:
     )  # fmt: skip
 
 
-def _vit_large() -> nn.Module:
+def _vit_large() -> Any:
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
             hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, num_labels=1000
@@ -220,12 +220,12 @@ def plan_cases(folder: Path, names: Sequence[str]) -> None:
 
 def measure_case(name: str, plan: ShardingPlan) -> Measured:
     """Return what ``plan`` takes on this GPU, and what the module takes without it."""
-    about = {"name": name, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    about: dict[str, Any] = {"name": name, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     try:
         with _freed():
             step_ms, loss = _timed(_sharded_step(CASES[name], plan))
             free, total = torch.cuda.mem_get_info()
-            peaks = {
+            peaks: dict[str, Any] = {
                 "allocated": torch.cuda.max_memory_allocated(),
                 "reserved": torch.cuda.max_memory_reserved(),
                 "outside": total - free - torch.cuda.memory_reserved(),
@@ -240,7 +240,7 @@ def measure_case(name: str, plan: ShardingPlan) -> Measured:
 
 @contextlib.contextmanager
 def _freed() -> Iterator[None]:
-    """Return a context before and after which the allocator holds nothing."""
+    """Return a context after which the allocator holds nothing."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -280,7 +280,7 @@ def _plain_step(case: Case, plan: ShardingPlan) -> Callable[[], torch.Tensor]:
     if not plan.job.training:
         return _forward(module.eval(), typed)
     if plan.job.ac == "full":
-        module.gradient_checkpointing_enable()
+        getattr(module, "gradient_checkpointing_enable")()  # noqa: B009 - of transformers, not of every module
     return _training_step(module, _micro_batches(typed, plan))
 
 
@@ -315,7 +315,7 @@ def _forward(module: nn.Module, inputs: dict[str, Any]) -> Callable[[], torch.Te
     @torch.no_grad()
     def step() -> torch.Tensor:
         logits: torch.Tensor = module(**inputs, use_cache=True)["logits"]
-        return logits[0, -1, 0]
+        return logits[0, -1, 0].clone()  # a view would keep all logits
 
     return step
 

@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         first, classes = split_offset(redistributor, logits.shape[1], layout, 1)
         x = _in_full_precision(local_of(logits))
         label_mask = labels != ignored
-        log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor)
+        log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor, x is local_of(logits))
         losses = (log_sum - target).masked_fill(~label_mask, 0)
         totals = torch.stack([losses.sum(), label_mask.sum().to(x.dtype)])
         for axis in _sharding_axes(layout, 0):
@@ -104,17 +104,19 @@ class _CrossEntropy(torch.autograd.Function):
         grad_loss = redistributor.to_layout(redistributor.as_dtensor(gradient), redistributor.replicated)
         logits, labels, log_sum, count = ctx.saved_tensors
         x = _in_full_precision(logits)
-        result = (x - log_sum.unsqueeze(1)).exp()
+        # In place: logits are often the largest tensor of a step.
+        result = x.sub(log_sum.unsqueeze(1)) if x is logits else x.sub_(log_sum.unsqueeze(1))
+        result.exp_()
         is_here, index = _local_index(labels - ctx.first, x.shape[1])
         result.scatter_add_(1, index.unsqueeze(1), -is_here.to(x.dtype).unsqueeze(1))
-        result = result.masked_fill((labels == ctx.ignored).unsqueeze(1), 0)
-        result = (result * (local_of(grad_loss).to(x.dtype) / count)).to(logits.dtype)
+        result.masked_fill_((labels == ctx.ignored).unsqueeze(1), 0)
+        result = result.mul_(local_of(grad_loss).to(x.dtype) / count).to(logits.dtype)
         stride = contiguous_stride(ctx.shape)
         return make_dtensor(result, redistributor.device_mesh, ctx.layout, ctx.shape, stride), None, None, None, None
 
 
 def _row_terms(
-    x: torch.Tensor, index: torch.Tensor, classes: int, layout: Layout, redistributor: Redistributor
+    x: torch.Tensor, index: torch.Tensor, classes: int, layout: Layout, redistributor: Redistributor, is_saved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log(sum(exp(x))) over all classes of each row, and the target logit of each row, both [n].
 
@@ -124,13 +126,15 @@ def _row_terms(
         classes: number of this rank's classes, c.
         layout: layout of the logits.
         redistributor: runs the all-reduces.
+        is_saved: whether ``x`` is needed later; if not, its memory is used.
     """
     maxima = x.amax(1)
     for axis in _sharding_axes(layout, 1):
         maxima = redistributor.all_reduce(maxima, "max", axis)
     is_here, local_index = _local_index(index, classes)
     target = x.gather(1, local_index.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0)
-    sums = torch.stack([(x - maxima.unsqueeze(1)).exp().sum(1), target])
+    differences = x.sub(maxima.unsqueeze(1)) if is_saved else x.sub_(maxima.unsqueeze(1))
+    sums = torch.stack([differences.exp_().sum(1), target])
     for axis in _sharding_axes(layout, 1):
         sums = redistributor.all_reduce(sums, "sum", axis)
     return sums[0].log() + maxima, sums[1]

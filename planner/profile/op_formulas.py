@@ -22,7 +22,7 @@ from planner.profile.op_profile import OpProfile
 FLASH_BACKWARD_FLOPS = 2.5
 """FLOPs of flash attention's backward per FLOP of its forward: five GEMMs against two (FlashAttention-2, 2023)."""
 
-CROSS_ENTROPY_COPIES = {True: 1, False: 3}
+CROSS_ENTROPY_COPIES = {True: 0, False: 1}
 """Float32 copies of the logits that `executor.ops.cross_entropy` has in its backward in addition to their gradient, by
 whether the logits themselves are float32."""
 
@@ -86,11 +86,19 @@ def with_kv_cache(
     )
 
 
-def cross_entropy_run(logits: Value) -> OpRun:
-    """Return what `executor.ops.cross_entropy` allocates and dispatches, in place of torch's op."""
+def cross_entropy_run(logits: Value, result_nbytes: int) -> OpRun:
+    """Return what `executor.ops.cross_entropy` allocates and dispatches, in place of torch's op.
+
+    Its forward allocates one copy more than the logits that it gets, as its backward does for their gradient. In the
+    forward the model's result is alive as well, the logits in the dtype of the job: that is the peak.
+
+    Args:
+        result_nbytes: bytes of the logits that the model returns, where they are other than those that the op gets.
+    """
     nbytes = 4 * math.prod(logits.shape)  # in float32
     forward, backward = (Dispatched(0, passes * nbytes) for passes in CROSS_ENTROPY_PASSES)
-    return OpRun(CROSS_ENTROPY_COPIES[logits.dtype == torch.float32] * nbytes, forward, backward)
+    copies = CROSS_ENTROPY_COPIES[logits.dtype == torch.float32]
+    return OpRun(copies * nbytes + result_nbytes, forward, backward)
 
 
 def fused_op_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: MetaTensors, compiles: bool) -> OpProfile:

@@ -197,6 +197,17 @@ class _Profiler:
             least = min(least, self._graph.values[name], key=lambda value: value.nbytes)
         return keys.shape[1] * least.nbytes // keys.nbytes
 
+    def _result_before(self, name: str) -> int:
+        """Return the bytes of the model's result that was cast to the value ``name``; 0 where that is the result."""
+        results = {self.tensors.root[output.value] for output in self._graph.outputs if not output.is_loss}
+        root = self.tensors.root[name]
+        while root not in results:
+            producer = self._producers.get(root)
+            if producer is None or not producer.target_name.startswith("aten.to."):
+                return 0
+            root = self.tensors.root[producer.inputs[0]]
+        return 0 if root == self.tensors.root[name] else self._graph.values[root].nbytes
+
     def _profile_of_run(
         self,
         op: Op,
@@ -218,7 +229,7 @@ class _Profiler:
         saved_values, saved_extra_nbytes = tuple(dict.fromkeys(saved.values)), sum(saved.extra_nbytes.values())
         if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
             saved_values, saved_extra_nbytes = (self.tensors.root[op.inputs[0]],), 8 * inputs[0].shape[0]
-            run = cross_entropy_run(inputs[0])
+            run = cross_entropy_run(inputs[0], self._result_before(op.inputs[0]))
         else:
             run = run_both_ways(op, args)
         if own_rules(op, inputs) is not None:

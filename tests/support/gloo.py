@@ -1,7 +1,4 @@
-"""Run functions on real gloo processes: ``run_on_gloo(fn, 4, ...)`` or ``GlooRanks(4)``, without ports or a GPU.
-
-With ``SHARDPLAN_TEST_DEVICE=cuda`` they are NCCL processes on a GPU (`support.on_gpu`).
-"""
+"""Run functions on real gloo processes: ``run_on_gloo(fn, 4, ...)`` or ``GlooRanks(4)``, without ports or a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support import on_gpu
 from support.fast_process import make_fast
 
 # A fork server is not told where the tests are, so that what they import is named here.
@@ -148,7 +144,7 @@ def _serve_calls(rank: int, world_size: int, folder: str, timeout_s: float, pipe
         except EOFError:
             return
         try:
-            result = pickle.dumps(on_gpu.on_cpu(_load(*source)(rank, *pickle.loads(args))))  # noqa: S301
+            result = pickle.dumps(_load(*source)(rank, *pickle.loads(args)))  # noqa: S301
             pipe.send((True, result))
         except Exception:  # noqa: BLE001 - whatever it is, the caller hears of it
             pipe.send((False, f"error-{rank}:\n{traceback.format_exc()}"))
@@ -157,10 +153,9 @@ def _serve_calls(rank: int, world_size: int, folder: str, timeout_s: float, pipe
 def _initialize(rank: int, world_size: int, folder: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
     make_fast()
-    on_gpu.start(rank)
     # A file store, because ports clash.
     dist.init_process_group(
-        on_gpu.backend(),
+        "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
@@ -178,7 +173,7 @@ def _rank_main(
     try:
         fn = _load(*source)
         args, kwargs = pickle.loads(call)  # noqa: S301
-        result = pickle.dumps(on_gpu.on_cpu(fn(rank, *args, **kwargs)))
+        result = pickle.dumps(fn(rank, *args, **kwargs))
         (Path(folder) / f"result-{rank}").write_bytes(result)
         dist.barrier()
     except BaseException:

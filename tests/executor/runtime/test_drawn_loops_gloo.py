@@ -21,6 +21,7 @@ from support.own_loops import OPTIMIZERS, Loop, Step, differences
 
 from planner.plan.sharding_plan import ShardingPlan
 from planner.session import PlanningSession
+from planner.verification.verify_plan import local_modules_of
 
 PLANNED = ("planned", "planned, fully sharded")
 """Plans that the planner makes for Llama, on 4 ranks with slow links."""
@@ -89,7 +90,9 @@ def planned() -> dict[str, dict[str, Any]]:
         "planned": session.plan(mesh="dp=2,tp=2"),
         "planned, fully sharded": session.plan(planner="fully-sharded", mesh="dp=4"),
     }
-    return {name: plan.to_dict() for name, plan in plans.items()}
+    local = {name: local_modules_of(module, plan, session.inputs) for name, plan in plans.items()}
+    assert "model.layers.*" in local["planned, fully sharded"]
+    return {name: session.with_local_modules(plan, local[name]).to_dict() for name, plan in plans.items()}
 
 
 @pytest.fixture(scope="module")
