@@ -32,8 +32,8 @@ from executor.step_on_meta import StepOnMeta, fake_processes, meta_copy, meta_in
 from executor.torch_internals.dtensor import local_of
 from planner.errors import PlannerError
 from planner.model_rewrites.eager_masks import unpacked_sequences
+from planner.model_rewrites.local_module import LocalModule
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
-from planner.plan.local_module import LocalModule
 from planner.plan.sharding_plan import ShardingPlan
 
 _LEAST_CALLS = 3

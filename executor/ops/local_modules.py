@@ -33,8 +33,8 @@ from executor.torch_internals.dtensor import (
 )
 from executor.torch_internals.function_modes import without_mode
 from executor.torch_internals.random import random_region
+from planner.model_rewrites.local_module import LocalModule
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
-from planner.plan.local_module import LocalModule
 
 Slot = tuple[nn.Module, str, DTensor]
 """A module, an attribute, and the parameter that it holds."""

@@ -45,7 +45,7 @@ class ResolvedPlan:
         boundaries: what hooks do to the arguments and results of modules.
         checkpointing: module FQN -> mode of activation checkpointing.
         opaque_modules: FQN of an opaque module -> how it runs on samples, as text.
-        local_modules: FQN of a local module -> `planner.plan.local_module.LocalModule` as text.
+        local_modules: FQN of a local module -> `planner.model_rewrites.local_module.LocalModule` as text.
         fsdp_groups: groups of parameters that ``fully_shard`` all-gathers together; innermost modules first.
         sharders: module FQN -> the Sharder that replaces the module.
         compute_dtype: dtype of parameters at use.

@@ -10,6 +10,7 @@ checks of values                 value_checks.without_value_checks
 recurrent layers' weights        recurrent.read_recurrent_weights
 dims on which an op is split     independent_dims.split_outputs
 opaque modules as one op         opaque_op.opaque_as_one_op
+modules on local tensors         local_module.LocalModule
 values for tensors without       assumed_values.AssumedValues
 paths of tensors in arguments    tree_paths.path_text
 """

@@ -17,7 +17,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.runtime.whole_batches import whole_batches
 from executor.shard import shard_module
 from planner import ShardingPlan, build_plan
-from planner.plan.local_module import LocalModule
+from planner.model_rewrites.local_module import LocalModule
 
 WIDTH, BATCH, SEQ = 16, 8, 6
 TOLERANCE = 1e-5

@@ -1,0 +1,1 @@
+"""Plans that are timed on a GPU, beside their estimates."""
