@@ -67,18 +67,26 @@ class LocalForward:
         if split is None:
             return self._forward(*args, **kwargs)
         assert slots is not None
+        with without_mode(OwnOps):
+            output = self._run(args, kwargs, by_path, slots, split)
+        # None: an argument asked for more results than planned, or something in the module needs DTensors.
+        return self._forward(*args, **kwargs) if output is None else output[0]
+
+    def _run(
+        self, args: Any, kwargs: Any, by_path: Mapping[str, torch.Tensor], slots: Sequence[Slot], split: frozenset[int]
+    ) -> tuple[Any] | None:
+        """Return the results of the forward on local tensors, as DTensors; None where they are other than planned."""
         placements = tuple(Partial() if axis in split else Replicate() for axis in range(self._axes))
         given, parameters = self._entered(by_path.values(), [parameter for _, _, parameter in slots], placements)
         tensors = iter(given)
         local_args, local_kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(tensors), (args, kwargs))
         region = random_region(self._shard_of(split)) if split and self._local.is_random else nullcontext()
-        with _showing(slots, parameters), without_mode(OwnOps), region:
+        with _showing(slots, parameters), region:
             output = self._forward(*local_args, **local_kwargs)
         results = tensors_in(output)
         if len(results) != len(self._local.outputs) or any(isinstance(result, DTensor) for result in results):
-            # An argument asked for more results than planned, or something in the module needs DTensors.
-            return self._forward(*args, **kwargs)
-        return self._left(output, split)
+            return None
+        return (self._left(output, split),)
 
     @property
     def _axes(self) -> int:
