@@ -219,22 +219,27 @@ class ParameterHooks:
         # torch refuses hooks on frozen parameters, and keeps them when a parameter is frozen later.
         requires_grad, parameter.requires_grad = parameter.requires_grad, True
         if before is not None and lacks_before:
-            self._before = parameter.register_hook(_weakly(before))
+            self._before = parameter.register_hook(_Weakly(before))
         if lacks_after:
-            self._after = parameter.register_post_accumulate_grad_hook(_weakly(after))
+            self._after = parameter.register_post_accumulate_grad_hook(_Weakly(after))
         parameter.requires_grad = requires_grad
 
 
-def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Return ``method`` as a function that does nothing once the object of the method is gone."""
-    reference = weakref.WeakMethod(method)
+class _Weakly:
+    """A method as a function that does nothing once the object of the method is gone."""
 
-    def call(tensor: torch.Tensor) -> None:
-        alive = reference()
+    def __init__(self, method: Callable[[torch.Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @property
+    def __self__(self) -> object:
+        """The object of the method; None once it is gone."""
+        return getattr(self._method(), "__self__", None)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        alive = self._method()
         if alive is not None:
             alive(tensor)
-
-    return call
 
 
 def _is_in(handle: RemovableHandle | None, hooks: Any) -> bool:

@@ -22,6 +22,12 @@ def session() -> PlanningSession:
     return PlanningSession(model, cluster="1x4xtoy", batch=8, seq=16, dtype="fp32", ac="none")
 
 
+@pytest.fixture
+def no_local_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no plan have local modules, so that each is verified once."""
+    monkeypatch.setattr(build, "local_modules_of", lambda *unused: {})
+
+
 def failing_on(shapes: set[tuple[int, ...]], tried: list[ShardingPlan]) -> Any:
     """Return a stand-in for `verification_of`, under which plans on meshes of ``shapes`` do not run."""
 
@@ -57,6 +63,7 @@ def _mlp_inputs() -> dict[str, Any]:
     return make_batch("mlp")
 
 
+@pytest.mark.usefixtures("no_local_modules")
 def test_a_plan_that_does_not_run_is_left_out(session: PlanningSession, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[ShardingPlan] = []
     best = session.plan()
@@ -74,6 +81,7 @@ def test_a_plan_that_does_not_run_is_left_out(session: PlanningSession, monkeypa
     assert plan is None or plan.mesh.shape != run[0]
 
 
+@pytest.mark.usefixtures("no_local_modules")
 def test_three_failures_are_an_error_that_names_the_first(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +94,7 @@ def test_three_failures_are_an_error_that_names_the_first(
     assert len(tried) == 5, "the baselines are tried last"
 
 
+@pytest.mark.usefixtures("no_local_modules")
 def test_a_baseline_is_given_with_a_note_where_no_plan_of_the_search_runs(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +114,7 @@ def test_a_baseline_is_given_with_a_note_where_no_plan_of_the_search_runs(
     assert any("faster plans were found, and do not run as planned" in note for note in plan.notes)
 
 
+@pytest.mark.usefixtures("no_local_modules")
 def test_the_only_run_of_a_job_that_fails_is_an_error(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,3 +122,21 @@ def test_the_only_run_of_a_job_that_fails_is_an_error(
     monkeypatch.setattr(build, "verification_of", failing_on({(2, 2)}, []))
     with pytest.raises(RunError, match="the only plan does"):
         build_plan(make_model("llama").to("meta"), mesh="dp=2,tp=2", **job)
+
+
+def test_a_plan_is_given_without_local_modules_where_it_does_not_run_with_them(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bool] = []
+
+    def verification_of(module: nn.Module, plan: ShardingPlan, inputs: object) -> Verification:
+        tried.append(bool(plan.local_modules))
+        if plan.local_modules:
+            raise RunError("aten.view fails.", module="model.layers.0", op="aten.view([2, 3])")
+        return Verification(outcome="as-planned", kinds=1)
+
+    monkeypatch.setattr(build, "verification_of", verification_of)
+    plan = build.verified_plan(session, planner="fully-sharded", mesh="dp=4")
+    assert tried == [True, False]
+    assert not plan.local_modules
+    assert plan.verification == Verification(outcome="as-planned", kinds=1)

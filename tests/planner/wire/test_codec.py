@@ -46,7 +46,7 @@ def packed(text: bytes) -> Document:
 def without_timings(plan: ShardingPlan) -> str:
     data = plan.to_dict()
     # A graph alone cannot be run.
-    del data["timings"], data["verification"]
+    del data["timings"], data["verification"], data["local_modules"]
     if data["solver"] is not None:
         data["solver"].pop("time_s", None)
     return json.dumps(data)
