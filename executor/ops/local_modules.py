@@ -76,8 +76,7 @@ class LocalForward:
         self, args: Any, kwargs: Any, by_path: Mapping[str, torch.Tensor], slots: Sequence[Slot], split: frozenset[int]
     ) -> tuple[Any] | None:
         """Return the results of the forward on local tensors, as DTensors; None where they are other than planned."""
-        placements = tuple(Partial() if axis in split else Replicate() for axis in range(self._axes))
-        given, parameters = self._entered(by_path.values(), [parameter for _, _, parameter in slots], placements)
+        given, parameters = self._entered(by_path.values(), [parameter for _, _, parameter in slots], split)
         tensors = iter(given)
         local_args, local_kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(tensors), (args, kwargs))
         region = random_region(self._shard_of(split)) if split and self._local.is_random else nullcontext()
@@ -134,20 +133,28 @@ class LocalForward:
             for path, layout in planned.items():
                 place = found[path].placements[axis]
                 expected = layout[axis] if axis in split else Replicate()
-                gets_sum = axis in split and expected.is_replicate() and found[path].requires_grad
-                if place != expected or gets_sum:
+                if place != expected:
                     return None
         return frozenset(split)
 
     def _entered(
-        self, arguments: Any, parameters: Sequence[DTensor], of_parameters: Layout
+        self, arguments: Any, parameters: Sequence[DTensor], split: frozenset[int]
     ) -> tuple[list[torch.Tensor], dict[DTensor, torch.Tensor]]:
-        """Return the arguments as local tensors, and each parameter with its local tensor, in autograd."""
+        """Return the arguments as local tensors, and each parameter with its local tensor, in autograd.
+
+        Where the module is split, the gradient of what is whole is a sum over the ranks.
+        """
+
+        def of_gradient(tensor: DTensor) -> Layout:
+            return tuple(
+                Partial() if axis in split and place.is_replicate() else place
+                for axis, place in enumerate(tensor.placements)
+            )
+
         given = list(arguments)
         distinct = list(dict.fromkeys(parameters))
         dtensors = [tensor for tensor in given if isinstance(tensor, DTensor)]
-        specs = [_gradient_spec(spec_of(tensor), tuple(tensor.placements)) for tensor in dtensors]
-        specs += [_gradient_spec(spec_of(tensor), of_parameters) for tensor in distinct]
+        specs = [_gradient_spec(spec_of(tensor), of_gradient(tensor)) for tensor in (*dtensors, *distinct)]
         local = iter(run_function(_Enter, specs, *dtensors, *distinct) if specs else ())
         arguments = [next(local) if isinstance(tensor, DTensor) else tensor for tensor in given]
         return arguments, dict(zip(distinct, local, strict=True))
@@ -175,7 +182,7 @@ class LocalForward:
             if layout is not None
         }
         leaving = [leaves[position] for position in layouts]
-        results = run_function(_Leave, self._redistributor, tuple(layouts.values()), *leaving) if leaving else ()
+        results = run_function(_Leave, self._redistributor, tuple(layouts.values()), split, *leaving) if leaving else ()
         for position, result in zip(layouts, results, strict=True):
             leaves[position] = result
         return pytree.tree_unflatten(leaves, structure)
@@ -224,14 +231,17 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The DTensors in ``layouts`` of local tensors, which are even pieces; gradients come in the conjugate layouts."""
+    """The DTensors in ``layouts`` of local tensors, which are even pieces.
+
+    Gradients come in the same layouts; on the axes ``split``, the gradient of what is whole is an addend of each rank.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, redistributor: Redistributor, layouts: tuple[Layout, ...], *local: torch.Tensor
+        ctx: Any, redistributor: Redistributor, layouts: tuple[Layout, ...], split: frozenset[int], *local: torch.Tensor
     ) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.redistributor, ctx.layouts = redistributor, layouts
+        ctx.redistributor, ctx.layouts, ctx.split = redistributor, layouts, split
         results = tuple(redistributor.whole_of(each, layout) for each, layout in zip(local, layouts, strict=True))
         pairs = zip(local, results, strict=True)
         ctx.mark_non_differentiable(*(result for each, result in pairs if not each.requires_grad))
@@ -239,14 +249,24 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        redistributor: Redistributor = ctx.redistributor
         return (
-            None,
-            None,
+            *(None, None, None),
             *(
-                None
-                if gradient is None
-                else local_of(redistributor.to_layout(redistributor.as_dtensor(gradient), conjugate(layout)))
+                None if gradient is None else _addend(gradient, layout, ctx.redistributor, ctx.split)
                 for gradient, layout in zip(gradients, ctx.layouts, strict=True)
             ),
         )
+
+
+def _addend(
+    gradient: torch.Tensor, layout: Layout, redistributor: Redistributor, split: frozenset[int]
+) -> torch.Tensor:
+    """Return this rank's gradient of a result in ``layout``."""
+    dtensor = redistributor.as_dtensor(gradient)
+    given = tuple(dtensor.placements)
+    whole = [axis for axis in split if layout[axis].is_replicate()]
+    kept = [axis for axis in whole if given[axis].is_partial()]
+    target = tuple(given[axis] if axis in kept else place for axis, place in enumerate(conjugate(layout)))
+    local = local_of(redistributor.to_layout(dtensor, target))
+    counted_here = all(redistributor.coordinate(axis) == 0 for axis in whole if axis not in kept)
+    return local if counted_here else torch.zeros_like(local)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import families
 from support.gloo import run_on_gloo
+from support.side_by_side import train_all
 from support.trained_steps import errors_in_steps
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -78,7 +80,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5)) if scaled else None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        kept = []
+        kept: list[torch.Tensor] = []
         for block in self.blocks:
             x, other = block(x) if self.scale is None else block(x, scale=self.scale.tanh())
             kept.append(other)
@@ -107,7 +109,7 @@ CASES: dict[str, tuple[type[Block], dict[str, Any], str | None]] = {
     "FSDP, checkpointed": (Block, {"ac": "full"}, "blocks.*"),
     "FSDP, selective": (Block, {"ac": "selective"}, "blocks.*"),
     "HSDP": (Block, {"planner": "hsdp", "cluster": "2x2xtoy"}, "blocks.*"),
-    "a parameter of the model is an argument": (Block, {"scaled": True}, None),
+    "a parameter of the model is an argument": (Block, {"scaled": True}, "blocks.*"),
     "divides by the batch": (DividesByBatch, {}, None),
     "counts samples": (CountsSamples, {}, None),
     "branches on the batch": (BranchesOnBatch, {}, None),
@@ -125,6 +127,29 @@ def test_losses_parameters_and_buffers_equal_the_unsharded_modules(name: str) ->
     assert (pattern in plan.local_modules) if pattern is not None else "blocks.*" not in plan.local_modules
     for error in run_on_gloo(errors, 4, plan.to_dict(), block, bool(options.get("scaled"))):
         assert max(error) <= TOLERANCE, error
+
+
+FAMILY_BLOCKS = {
+    "t5": ("ddp", "encoder.block.1"),  # blocks hand on their position bias, which all ranks have whole
+    "mixtral": ("fsdp", "model.layers.*"),
+    "gpt2": ("fsdp", "transformer.h.*"),
+    "vit": ("fsdp", "vit.layers.*"),
+}
+"""Family -> planner, and a pattern among its local modules."""
+
+
+@pytest.mark.parametrize(
+    "family", [family if family == "t5" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILY_BLOCKS]
+)
+def test_losses_and_gradients_of_families_equal_the_unsharded_models(family: str) -> None:
+    (module, inputs), (planner, pattern) = families.make(family, BATCH), FAMILY_BLOCKS[family]
+    options = {"planner": planner, "dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none"}
+    plan = build_plan(module, cluster="1x4xtoy", example_inputs=inputs, headroom=0.0, **options)
+    assert pattern in plan.local_modules
+    for by_plan in run_on_gloo(train_all, 4, family, {planner: plan.to_dict()}, "sgd"):
+        assert by_plan[planner].loss <= TOLERANCE
+        assert by_plan[planner].gradient <= TOLERANCE
+        assert by_plan[planner].tied
 
 
 def kinds_of_arguments(rank: int, plan: dict[str, Any], samples: int) -> set[bool]:
