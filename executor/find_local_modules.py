@@ -6,6 +6,8 @@ tensor in it is a partial sum. In the second run the candidates run on local ten
 local if its forward makes the same calls of torch in both runs: the same functions, of tensors with the same local
 shapes, with the same other arguments. Sizes of a shape (``view``, ``expand``, ``zeros``) may differ; anything else that
 depends on the size of the batch, such as ``arange(batch)`` or a division by it, makes the module run by DTensor.
+Outside of local modules the calls have to be the same, too, on DTensors where they were: a tensor that leaves a module
+by an attribute or a hook would be plain.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from executor.ops.local_modules import is_plain_data
+from executor.ops.local_modules import LocalForward, is_plain_data
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.resolve.resolved_plan import resolve_plan
@@ -43,14 +45,14 @@ _TAKE_SIZES = frozenset(
     {
         *(torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.expand, torch.Tensor.repeat),
         *(torch.Tensor.unflatten, torch.unflatten, torch.broadcast_to, torch.Tensor.broadcast_to),
-        *(torch.zeros, torch.ones, torch.empty, torch.full),
-        *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full),
+        *(torch.zeros, torch.ones, torch.empty),
+        *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty),
     }
 )
-"""Functions whose integers may be sizes. A tensor of constants has no value that depends on them."""
+"""Functions all of whose integers are sizes. A tensor of constants has no value that depends on them."""
 
-_ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.detach})
-"""Functions that return the tensor itself, of which conversions to and from DTensors make use."""
+_ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.detach, torch.Tensor.contiguous})
+"""Functions that return the same values, of which conversions to and from DTensors make use. So do attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class _Tensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_dtensor: bool = field(compare=False)
     is_partial: bool = field(compare=False)
 
 
@@ -69,16 +72,19 @@ class _TorchCall:
     Attributes:
         leaves: the arguments in order, with `_Tensor` in place of tensors.
         results: the tensors in its result.
+        is_local: whether it is a call inside of a module that runs on local tensors.
     """
 
     function: Any
     structure: str
     leaves: tuple[Any, ...]
     results: tuple[_Tensor, ...]
+    is_local: bool
 
     @property
-    def is_partial(self) -> bool:
-        return any(each.is_partial for each in (*self.leaves, *self.results) if isinstance(each, _Tensor))
+    def tensors(self) -> list[_Tensor]:
+        """What it reads and returns."""
+        return [each for each in (*self.leaves, *self.results) if isinstance(each, _Tensor)]
 
     def is_same_as(self, other: _TorchCall) -> bool:
         """Return whether both calls do the same on this rank's tensors."""
@@ -103,10 +109,11 @@ class _Recorder(TorchFunctionMode):
         leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, slice))
         described = tuple(_described(leaf) for leaf in leaves)
         result = func(*args, **kwargs)
-        tensors = [] if func in _ALIASES else tensors_in(result)
+        is_skipped = func in _ALIASES or func.__name__ == "__get__"
+        tensors = [] if is_skipped else tensors_in(result)
         if tensors or func is torch.Tensor.__setitem__:
-            call = _TorchCall(func, str(structure), described, tuple(map(_described, tensors)))
-            self.calls.append(call)
+            results = tuple(map(_described, tensors))
+            self.calls.append(_TorchCall(func, str(structure), described, results, LocalForward.running > 0))
         return result
 
 
@@ -115,7 +122,7 @@ def _described(leaf: Any) -> Any:
         return leaf
     is_partial = isinstance(leaf, DTensor) and any(place.is_partial() for place in leaf.placements)
     local = local_of(leaf) if isinstance(leaf, DTensor) else leaf
-    return _Tensor(tuple(local.shape), local.dtype, is_partial)
+    return _Tensor(tuple(local.shape), local.dtype, isinstance(leaf, DTensor), is_partial)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +132,13 @@ class _ModuleCall:
     Attributes:
         local: the layouts at its boundary; None where it cannot run on local tensors.
         calls: the calls of torch's functions inside.
+        first: number of calls of torch's functions in the root before it.
         has_dtensors: whether DTensors are among its arguments or results.
     """
 
     local: LocalModule | None
     calls: tuple[_TorchCall, ...]
+    first: int
     has_dtensors: bool
 
     def is_same_as(self, other: _ModuleCall) -> bool:
@@ -170,10 +179,12 @@ class _Observer:
         after = self._step.dispatched
         calls = tuple(self._recorder.calls[first:])
         local = None
-        if after.collectives == before.collectives and not any(call.is_partial for call in calls):
+        if after.collectives == before.collectives and not any(t.is_partial for call in calls for t in call.tensors):
             local = _boundary(args, kwargs, output, is_random=after.random > before.random)
         has_dtensors = any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs, output)))
-        self.by_fqn.setdefault(fqn, []).append(_ModuleCall(local=local, calls=calls, has_dtensors=has_dtensors))
+        self.by_fqn.setdefault(fqn, []).append(
+            _ModuleCall(local=local, calls=calls, first=first, has_dtensors=has_dtensors)
+        )
         return output
 
 
@@ -213,7 +224,7 @@ def find_local_modules(module: nn.Module, plan: ShardingPlan, example_inputs: An
             if by_local.error is not None:
                 wrong = [fqn for fqn in texts if _is_in(by_local.failed, fqn)] or list(texts)
             if not wrong:
-                return texts
+                return texts if _is_same_outside(by_dtensor.by_fqn, by_local.by_fqn, texts) else {}
             kinds = {_kind(fqn) for fqn in wrong}
             entries = {fqn: local for fqn, local in entries.items() if _kind(fqn) not in kinds}
     return {}
@@ -294,6 +305,19 @@ def _outermost(entries: Mapping[str, LocalModule]) -> Iterator[tuple[str, LocalM
 def _is_same(by_dtensor: list[_ModuleCall], by_local: list[_ModuleCall]) -> bool:
     return len(by_dtensor) == len(by_local) and all(
         not b.has_dtensors and a.is_same_as(b) for a, b in zip(by_dtensor, by_local, strict=True)
+    )
+
+
+def _is_same_outside(
+    by_dtensor: Mapping[str, list[_ModuleCall]], by_local: Mapping[str, list[_ModuleCall]], local: Iterable[str]
+) -> bool:
+    """Return whether the root makes the same calls outside of the modules ``local``, on DTensors where they were."""
+    inside = {call.first + index for fqn in local for call in by_dtensor[fqn] for index in range(len(call.calls))}
+    before = [call for index, call in enumerate(by_dtensor[""][0].calls) if index not in inside]
+    after = [call for call in by_local[""][0].calls if not call.is_local]
+    return len(before) == len(after) and all(
+        a.is_same_as(b) and [t.is_dtensor for t in a.tensors] == [t.is_dtensor for t in b.tensors]
+        for a, b in zip(before, after, strict=True)
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,13 @@ def run_local_modules(module: nn.Module, texts: Mapping[str, str], redistributor
 
 
 class LocalForward:
-    """The forward of a local module."""
+    """The forward of a local module.
+
+    Attributes:
+        running: how many of these forwards run on local tensors at the moment.
+    """
+
+    running: ClassVar[int] = 0
 
     def __init__(self, module: nn.Module, local: LocalModule, redistributor: Redistributor) -> None:
         self._module, self._local, self._redistributor = module, local, redistributor
@@ -67,8 +73,12 @@ class LocalForward:
         if split is None:
             return self._forward(*args, **kwargs)
         assert slots is not None
-        with without_mode(OwnOps):
-            output = self._run(args, kwargs, by_path, slots, split)
+        LocalForward.running += 1
+        try:
+            with without_mode(OwnOps):
+                output = self._run(args, kwargs, by_path, slots, split)
+        finally:
+            LocalForward.running -= 1
         # None: an argument asked for more results than planned, or something in the module needs DTensors.
         return self._forward(*args, **kwargs) if output is None else output[0]
 

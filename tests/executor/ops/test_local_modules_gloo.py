@@ -54,6 +54,14 @@ class CountsSamples(Block):
         return result + torch.arange(x.shape[0], device=x.device).view(-1, 1, 1), other
 
 
+class Remembers(Block):
+    """Its other result reaches the model by an attribute."""
+
+    def forward(self, x: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        result, self.seen = super().forward(x)
+        return result, None
+
+
 class BranchesOnBatch(Block):
     def forward(self, x: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
         result, other = super().forward(x)
@@ -83,7 +91,7 @@ class Model(nn.Module):
         kept: list[torch.Tensor] = []
         for block in self.blocks:
             x, other = block(x) if self.scale is None else block(x, scale=self.scale.tanh())
-            kept.append(other)
+            kept.append(block.seen if isinstance(block, Remembers) else other)
         return F.cross_entropy(self.head(x.mean(1)), labels) + torch.stack(kept).square().mean()
 
 
@@ -112,6 +120,7 @@ CASES: dict[str, tuple[type[Block], dict[str, Any], str | None]] = {
     "a parameter of the model is an argument": (Block, {"scaled": True}, "blocks.*"),
     "divides by the batch": (DividesByBatch, {}, None),
     "counts samples": (CountsSamples, {}, None),
+    "keeps a tensor in an attribute": (Remembers, {}, None),
     "branches on the batch": (BranchesOnBatch, {}, None),
     "statistics of the batch": (Normalizes, {}, None),
 }
