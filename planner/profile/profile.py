@@ -199,7 +199,8 @@ class _Profiler:
 
     def _result_before(self, name: str) -> int:
         """Return the bytes of the model's result that was cast to the value ``name``; 0 where that is the result."""
-        results = {self.tensors.root[output.value] for output in self._graph.outputs if not output.is_loss}
+        # Those that are computed after the value have no root yet.
+        results = {self.tensors.root.get(output.value) for output in self._graph.outputs if not output.is_loss}
         root = self.tensors.root[name]
         while root not in results:
             producer = self._producers.get(root)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from support import families
 from support.gloo import run_on_gloo
 from support.side_by_side import train_all
@@ -159,6 +160,20 @@ def test_losses_and_gradients_of_families_equal_the_unsharded_models(family: str
         assert by_plan[planner].loss <= TOLERANCE
         assert by_plan[planner].gradient <= TOLERANCE
         assert by_plan[planner].tied
+
+
+def test_router_logits_that_hooks_collect_stay_with_dtensor() -> None:
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, num_local_experts=4, use_cache=False, output_router_logits=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        module, ids = transformers.MixtralForCausalLM(config), torch.zeros(BATCH, 16, dtype=torch.long)
+    options = {"planner": "fsdp", "dtype": "fp32", "micro_batches": 1, "ac": "none", "headroom": 0.0}
+    plan = build_plan(module, cluster="1x4xtoy", example_inputs={"input_ids": ids, "labels": ids}, **options)
+    assert not plan.local_modules
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
 
 
 def kinds_of_arguments(rank: int, plan: dict[str, Any], samples: int) -> set[bool]:
