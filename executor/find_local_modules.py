@@ -65,6 +65,10 @@ class _Tensor:
     is_partial: bool = field(compare=False)
 
 
+_COMPARED = (_Tensor, bool, int, float, complex, str, tuple, torch.dtype, torch.device)
+"""Types of arguments that are compared by value."""
+
+
 @dataclass(frozen=True, slots=True)
 class _TorchCall:
     """A call of a function of torch.
@@ -91,9 +95,14 @@ class _TorchCall:
         same = (self.function, self.structure, self.results) == (other.function, other.structure, other.results)
         takes_sizes = self.function in _TAKE_SIZES
         return same and all(
-            a == b or (takes_sizes and type(a) is int and type(b) is int)
+            _is_equal(a, b) or (takes_sizes and type(a) is int and type(b) is int)
             for a, b in zip(self.leaves, other.leaves, strict=True)
         )
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Return whether two arguments are the same; of others than plain data and tensors, only one object is."""
+    return a is b or (type(a) is type(b) and isinstance(a, _COMPARED) and bool(a == b))
 
 
 class _Recorder(TorchFunctionMode):
@@ -118,6 +127,8 @@ class _Recorder(TorchFunctionMode):
 
 
 def _described(leaf: Any) -> Any:
+    if isinstance(leaf, slice):
+        return tuple(map(_described, (leaf.start, leaf.stop, leaf.step)))
     if not isinstance(leaf, torch.Tensor):
         return leaf
     is_partial = isinstance(leaf, DTensor) and any(place.is_partial() for place in leaf.placements)

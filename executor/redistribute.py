@@ -136,7 +136,7 @@ class Redistributor:
         return DTensor.from_local(tensor, self.device_mesh, self.replicated, run_check=False)
 
     def of_pieces(self, local: torch.Tensor, layout: Layout) -> DTensor:
-        """Return the DTensor in ``layout`` whose even piece on this rank is ``local``, in autograd.
+        """Return the DTensor in ``layout`` whose even piece on this rank is ``local``, in autograd where that records.
 
         Its gradient arrives in ``layout``, replicated where that is partial.
         """
@@ -145,6 +145,8 @@ class Redistributor:
             dim = sharded_dim(place)
             if dim is not None:
                 shape[dim] *= self._mesh_shape[axis]
+        if not torch.is_grad_enabled():
+            return make_dtensor(local.contiguous(), self.device_mesh, layout, shape, contiguous_stride(shape))
         return DTensor.from_local(
             local.contiguous(),
             self.device_mesh,
@@ -154,15 +156,6 @@ class Redistributor:
             stride=contiguous_stride(shape),
             grad_placements=conjugate(layout),
         )
-
-    def whole_of(self, local: torch.Tensor, layout: Layout) -> DTensor:
-        """Return the DTensor in ``layout`` whose even piece on this rank is ``local``, outside autograd."""
-        shape = list(local.shape)
-        for axis, place in enumerate(layout):
-            dim = sharded_dim(place)
-            if dim is not None:
-                shape[dim] *= self._mesh_shape[axis]
-        return make_dtensor(local.contiguous(), self.device_mesh, layout, shape, contiguous_stride(shape))
 
     def is_uneven(self, tensor: DTensor, layout: Layout | None = None) -> bool:
         """Return whether ``tensor`` has uneven shards, in its own layout or in ``layout``, and this mesh may run it."""

@@ -28,7 +28,7 @@ from planner.progress import RUNNING_ON_FAKE_PROCESSES, Progress
 from planner.run import baselines, gc_pause
 from planner.search.worker_context import RunKey
 from planner.session import PlanningSession
-from planner.verification.verify_plan import local_modules_of, verification_of
+from planner.verification.verify_plan import verified
 
 _MOST_FAILURES = 3
 """Plans that are tried, at most, until one runs as planned."""
@@ -220,15 +220,8 @@ def _with_verification(session: PlanningSession, plan: ShardingPlan) -> Sharding
         session.progress(RUNNING_ON_FAKE_PROCESSES)
     start = time.perf_counter()
     with gc_pause.paused():
-        local = session.with_local_modules(plan, local_modules_of(session.module, plan, session.inputs))
-        try:
-            verification, plan = verification_of(session.module, local, session.inputs), local
-        except PlanError:
-            if not local.local_modules:
-                raise
-            verification = verification_of(session.module, plan, session.inputs)
-    timings = {**plan.timings, "verify_s": time.perf_counter() - start}
-    return dataclasses.replace(plan, verification=verification, timings=timings)
+        plan = verified(session.module, plan, session.inputs, session.with_local_modules)
+    return dataclasses.replace(plan, timings={**plan.timings, "verify_s": time.perf_counter() - start})
 
 
 def _no_plan_runs(failures: Mapping[RunKey, PlanError]) -> RunError:

@@ -14,7 +14,7 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import JobError, ModelError
-from planner.formulation.host_time import with_local_modules
+from planner.formulation.host_time import with_host_time_of_local_modules
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import (
     TracedModule,
@@ -137,7 +137,7 @@ class TracedJob:
             return plan
         structure = self._analysis.structure(self._batch // plan.micro_batches)
         modules, device = self._module.names.modules, self.cluster.device
-        estimate = with_local_modules(plan.estimate, structure, plan, modules, device)
+        estimate = with_host_time_of_local_modules(plan.estimate, structure, plan, modules, device)
         return dataclasses.replace(plan, estimate=estimate)
 
     def _traced(self, model: nn.Module, opaque_modules: Sequence[str]) -> TracedModule:

@@ -106,13 +106,13 @@ class RemoteShardingPlanner(ShardingPlanner):
     def _verified(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         """Return ``plan`` with the result of running it here, on fake processes."""
         from planner.graph.trace_module import resolve_inputs
-        from planner.verification.verify_plan import local_modules_of, verification_of
+        from planner.verification.verify_plan import verified
 
         self._report(RUNNING_ON_FAKE_PROCESSES)
         job = plan.job
         inputs = resolve_inputs(module, self._example_inputs, batch=job.batch, seq=job.seq, phase=job.phase)
-        plan = dataclasses.replace(plan, local_modules=local_modules_of(module, plan, inputs))
-        return dataclasses.replace(plan, verification=verification_of(module, plan, inputs))
+        # The host's time stays that of the server, which could not look for local modules.
+        return verified(module, plan, inputs, lambda plan, local: dataclasses.replace(plan, local_modules=local))
 
     def _graph(self, module: nn.Module) -> dict[str, str]:
         from planner.graph.trace_module import trace_module

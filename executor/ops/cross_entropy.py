@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         first, classes = split_offset(redistributor, logits.shape[1], layout, 1)
         x = _in_full_precision(local_of(logits))
         label_mask = labels != ignored
-        log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor, x is local_of(logits))
+        log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor, x.dtype == logits.dtype)
         losses = (log_sum - target).masked_fill(~label_mask, 0)
         totals = torch.stack([losses.sum(), label_mask.sum().to(x.dtype)])
         for axis in _sharding_axes(layout, 0):
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, log_sum, count = ctx.saved_tensors
         x = _in_full_precision(logits)
         # In place: logits are often the largest tensor of a step.
-        result = x.sub(log_sum.unsqueeze(1)) if x is logits else x.sub_(log_sum.unsqueeze(1))
+        result = x.sub(log_sum.unsqueeze(1)) if x.dtype == logits.dtype else x.sub_(log_sum.unsqueeze(1))
         result.exp_()
         is_here, index = _local_index(labels - ctx.first, x.shape[1])
         result.scatter_add_(1, index.unsqueeze(1), -is_here.to(x.dtype).unsqueeze(1))

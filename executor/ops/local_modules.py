@@ -10,9 +10,9 @@ Where a call has other arguments or layouts than planned, DTensor runs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,11 +33,9 @@ from executor.torch_internals.dtensor import (
 )
 from executor.torch_internals.function_modes import without_mode
 from executor.torch_internals.random import random_region
+from executor.torch_internals.shown_parameters import Slot, sharded_slots, showing
 from planner.model_rewrites.local_module import LocalModule
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
-
-Slot = tuple[nn.Module, str, DTensor]
-"""A module, an attribute, and the parameter that it holds."""
 
 
 def run_local_modules(module: nn.Module, texts: Mapping[str, str], redistributor: Redistributor) -> None:
@@ -90,7 +88,7 @@ class LocalForward:
         tensors = iter(given)
         local_args, local_kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(tensors), (args, kwargs))
         region = random_region(self._shard_of(split)) if split and self._local.is_random else nullcontext()
-        with _showing(slots, parameters), region:
+        with showing(slots, parameters), region:
             output = self._forward(*local_args, **local_kwargs)
         results = tensors_in(output)
         if len(results) != len(self._local.outputs) or any(isinstance(result, DTensor) for result in results):
@@ -106,12 +104,7 @@ class LocalForward:
         parts = tuple(self._module.modules())
         if parts != self._parts:
             return None
-        slots: list[Slot] = [
-            (part, name, cast(DTensor, parameter))
-            for part in parts
-            for name, parameter in part._parameters.items()
-            if isinstance(parameter, DTensor)
-        ]
+        slots = sharded_slots(parts)
         is_whole = all(
             place.is_replicate() or self._redistributor.axis_size(axis) == 1
             for _, _, parameter in slots
@@ -203,18 +196,6 @@ def is_plain_data(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))
 
 
-@contextmanager
-def _showing(slots: Sequence[Slot], local: Mapping[DTensor, torch.Tensor]) -> Iterator[None]:
-    """Return a context in which modules have their parameters as local tensors."""
-    for part, name, parameter in slots:
-        part._parameters[name] = cast(nn.Parameter, local[parameter])
-    try:
-        yield
-    finally:
-        for part, name, parameter in slots:
-            part._parameters[name] = cast(nn.Parameter, parameter)
-
-
 def _gradient_spec(spec: TensorSpec, layout: Layout) -> TensorSpec:
     """Return the spec of the contiguous gradient, in ``layout``, of a tensor with ``spec``."""
     return spec_with(spec, layout, contiguous_stride(spec.shape))
@@ -252,7 +233,7 @@ class _Leave(torch.autograd.Function):
     ) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.redistributor, ctx.layouts, ctx.split = redistributor, layouts, split
-        results = tuple(redistributor.whole_of(each, layout) for each, layout in zip(local, layouts, strict=True))
+        results = tuple(redistributor.of_pieces(each, layout) for each, layout in zip(local, layouts, strict=True))
         pairs = zip(local, results, strict=True)
         ctx.mark_non_differentiable(*(result for each, result in pairs if not each.requires_grad))
         return results

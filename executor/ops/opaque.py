@@ -26,6 +26,7 @@ from executor.ops.reductions import pieces, reduced
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import run_function, storage_key
 from executor.torch_internals.random import random_region
+from executor.torch_internals.shown_parameters import sharded_slots, showing
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SampleSplit
@@ -115,22 +116,11 @@ class _OpaqueForward:
     @contextmanager
     def _local_parameters(self, by_samples: frozenset[int]) -> Iterator[list[torch.Tensor]]:
         """Within this context, the module has its parameters as local tensors."""
-        local: dict[Any, torch.Tensor] = {}
-        slots: list[tuple[nn.Module, str, Any]] = [
-            (part, name, parameter)
-            for part in self._module.modules()
-            for name, parameter in part._parameters.items()
-            if isinstance(parameter, DTensor)
-        ]
-        for part, name, parameter in slots:
-            if parameter not in local:
-                local[parameter] = self._local(parameter, False, by_samples)
-            part._parameters[name] = cast(nn.Parameter, local[parameter])
-        try:
+        slots = sharded_slots(self._module.modules())
+        distinct = dict.fromkeys(parameter for _, _, parameter in slots)
+        local = {parameter: self._local(parameter, False, by_samples) for parameter in distinct}
+        with showing(slots, local):
             yield list(local.values())
-        finally:
-            for part, name, parameter in slots:
-                part._parameters[name] = parameter
 
     def _on_meta(self, args: Any, kwargs: Any, parameters: Sequence[torch.Tensor]) -> Any:
         """Return results without values; autograd saves of the arguments what the forward saves."""

@@ -9,4 +9,6 @@ shards of a dim, parameters exchanged        weights
 key-value stores                             store
 ``torch.compile`` of modules                 compile
 generation                                   generation
+modes that see calls of torch                function_modes
+parameters that a forward sees otherwise     shown_parameters
 """

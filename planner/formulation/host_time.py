@@ -60,7 +60,7 @@ def host_s(structure: Structure, run: Run, collectives: Sequence[CollectiveEstim
     return run.micro_batches * micro_batch_s + once_s
 
 
-def with_local_modules(
+def with_host_time_of_local_modules(
     estimate: Estimate, structure: Structure, plan: ShardingPlan, modules: Sequence[str], device: DeviceSpec
 ) -> Estimate:
     """Return ``estimate``, which took no module for a local one, with the host's time of the plan's local modules.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -31,14 +31,13 @@ def norms_in_dtype_of_statistics(module: nn.Module) -> None:
             submodule.forward = functools.wraps(submodule.forward)(forward)
 
 
-def _in_dtype_of_statistics(module: _NormBase, forward: Any, input: torch.Tensor) -> torch.Tensor:
+def _in_dtype_of_statistics(module: _NormBase, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     statistics, shown = module.running_mean, dict(module._parameters)
     if statistics is not None:
         for name, parameter in shown.items():
             if parameter is not None and parameter.dtype != statistics.dtype:
                 module._parameters[name] = parameter.to(statistics.dtype)  # type: ignore[assignment]
     try:
-        result: torch.Tensor = forward(input)
-        return result
+        return forward(*args, **kwargs)
     finally:
         module._parameters.update(shown)

@@ -10,8 +10,8 @@ import dataclasses
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,31 @@ def verification_of(module: nn.Module | None, plan: ShardingPlan, inputs: Exampl
             return Verification(outcome="not-run", reason=reason)
         with _undisturbed():
             return _run(module, plan, arguments)
+
+
+def verified(
+    module: nn.Module | None,
+    plan: ShardingPlan,
+    inputs: ExampleInputs,
+    with_local_modules: Callable[[ShardingPlan, Mapping[str, str]], ShardingPlan],
+) -> ShardingPlan:
+    """Return ``plan`` with its local modules and its verification; without local modules if it does not run with them.
+
+    Args:
+        module: as for `verification_of`.
+        plan: a plan with an estimate, without local modules.
+        inputs: as for `verification_of`.
+        with_local_modules: returns a plan with given local modules.
+
+    Raises:
+        RunError: as `verification_of`.
+    """
+    local = local_modules_of(module, plan, inputs)
+    if local:
+        changed = with_local_modules(plan, local)
+        with suppress(PlanError):
+            return dataclasses.replace(changed, verification=verification_of(module, changed, inputs))
+    return dataclasses.replace(plan, verification=verification_of(module, plan, inputs))
 
 
 def local_modules_of(module: nn.Module | None, plan: ShardingPlan, inputs: ExampleInputs) -> dict[str, str]:

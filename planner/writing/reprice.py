@@ -12,7 +12,7 @@ from planner.errors import JobError, PlanMismatchError
 from planner.formulation.decision import Decision, decision_from_plan
 from planner.formulation.estimate import estimate
 from planner.formulation.formulate import Formulator
-from planner.formulation.host_time import with_local_modules
+from planner.formulation.host_time import with_host_time_of_local_modules
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import ModuleNames, resolve_inputs, trace_at_batch, with_fused_projections
 from planner.liveness.structure import Structure
@@ -48,7 +48,7 @@ def estimate_plan(
     with context.clock.stage("costs_s"):
         priced = estimate(plan_contents.formulator, plan_contents.structure, plan_contents.decision)
         modules, device = ModuleNames.from_module(model).modules, plan_contents.run.cluster.device
-        priced = with_local_modules(priced, plan_contents.structure, plan, modules, device)
+        priced = with_host_time_of_local_modules(priced, plan_contents.structure, plan, modules, device)
     timings = dict(context.clock.spent)
     notes = dict.fromkeys(without_fused_ops_note(plan.notes))
     if plan.job.training and context.returns_no_loss:

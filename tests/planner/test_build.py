@@ -8,12 +8,12 @@ import pytest
 from support.executor_cases import make_model
 from torch import nn
 
-from planner import build
 from planner.build import build_plan, verified_plan
 from planner.errors import RunError
 from planner.plan.estimate import Verification
 from planner.plan.sharding_plan import ShardingPlan
 from planner.session import PlanningSession
+from planner.verification import verify_plan
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def session() -> PlanningSession:
 @pytest.fixture
 def no_local_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no plan have local modules, so that each is verified once."""
-    monkeypatch.setattr(build, "local_modules_of", lambda *unused: {})
+    monkeypatch.setattr(verify_plan, "local_modules_of", lambda *unused: {})
 
 
 def failing_on(shapes: set[tuple[int, ...]], tried: list[ShardingPlan]) -> Any:
@@ -68,7 +68,7 @@ def test_a_plan_that_does_not_run_is_left_out(session: PlanningSession, monkeypa
     tried: list[ShardingPlan] = []
     best = session.plan()
     run = (best.mesh.shape, best.micro_batches, best.job.ac)
-    monkeypatch.setattr(build, "verification_of", failing_on({run[0]}, tried))
+    monkeypatch.setattr(verify_plan, "verification_of", failing_on({run[0]}, tried))
     try:
         plan = verified_plan(session)
     except RunError:  # the next best plans are on this mesh, too
@@ -86,7 +86,7 @@ def test_three_failures_are_an_error_that_names_the_first(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[ShardingPlan] = []
-    monkeypatch.setattr(build, "verification_of", failing_on({(4,), (2, 2)}, tried))
+    monkeypatch.setattr(verify_plan, "verification_of", failing_on({(4,), (2, 2)}, tried))
     with pytest.raises(RunError, match=r"no plan was found that runs as planned: 3 plans.*aten\.view fails") as raised:
         verified_plan(session)
     assert raised.value.exit_code == 4
@@ -106,7 +106,7 @@ def test_a_baseline_is_given_with_a_note_where_no_plan_of_the_search_runs(
             fails(module, plan, inputs)
         return Verification(outcome="as-planned")
 
-    monkeypatch.setattr(build, "verification_of", verification)
+    monkeypatch.setattr(verify_plan, "verification_of", verification)
     plan = verified_plan(session)
     assert len(tried) == 3
     assert plan.solver is not None
@@ -119,7 +119,7 @@ def test_the_only_run_of_a_job_that_fails_is_an_error(
     session: PlanningSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {"cluster": "1x4xtoy", "batch": 8, "seq": 16, "dtype": "fp32", "ac": "none", "micro_batches": 1}
-    monkeypatch.setattr(build, "verification_of", failing_on({(2, 2)}, []))
+    monkeypatch.setattr(verify_plan, "verification_of", failing_on({(2, 2)}, []))
     with pytest.raises(RunError, match="the only plan does"):
         build_plan(make_model("llama").to("meta"), mesh="dp=2,tp=2", **job)
 
@@ -135,8 +135,8 @@ def test_a_plan_is_given_without_local_modules_where_it_does_not_run_with_them(
             raise RunError("aten.view fails.", module="model.layers.0", op="aten.view([2, 3])")
         return Verification(outcome="as-planned", kinds=1)
 
-    monkeypatch.setattr(build, "verification_of", verification_of)
-    plan = build.verified_plan(session, planner="fully-sharded", mesh="dp=4")
+    monkeypatch.setattr(verify_plan, "verification_of", verification_of)
+    plan = verified_plan(session, planner="fully-sharded", mesh="dp=4")
     assert tried == [True, False]
     assert not plan.local_modules
     assert plan.verification == Verification(outcome="as-planned", kinds=1)
