@@ -39,6 +39,7 @@ from executor.runtime.parameter_guard import ParameterGuard
 from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
 from executor.runtime.random_state import RandomState, attach_random_state, drawn_seed
 from executor.runtime.root.added_parameters import refuse_plain_parameters
+from executor.runtime.root.copies import refuse_copies
 from executor.runtime.root.eager_only import keep_eager
 from executor.runtime.root.root_arguments import attach_root_arguments
 from executor.runtime.root.save_pretrained import refuse_save_pretrained
@@ -245,6 +246,8 @@ def _shard(
     attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
     refuse_save_pretrained(module)
     refuse_unfrozen(module, narrowed)
+    if resolved.fsdp_groups:
+        refuse_copies(module)
     remember_root(module, ShardedRoot(form=form, redistributor=redistributor, reduction=reduction), contexts)
     refuse_plain_parameters(module)
     if not on_meta:

@@ -5,6 +5,7 @@ A `weakref.WeakKeyDictionary` would keep such a module for ever: its values are 
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Generic, TypeVar, cast
 
 from torch import nn
@@ -15,10 +16,10 @@ _ATTRIBUTE = "_shardplan_objects"
 
 
 class _Objects(dict[str, Any]):
-    """The objects of one module, by kind; a copy of the module has none, as it has not been sharded."""
+    """The objects of one module, by kind. A copy of the module has copies of them, and a pickled module has none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Objects:
-        return _Objects()
+        return _Objects(copy.deepcopy(dict(self), memo))
 
     def __reduce__(self) -> tuple[type[_Objects], tuple[()]]:
         return _Objects, ()

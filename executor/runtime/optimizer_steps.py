@@ -16,12 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from executor.resolve.sharded_as import not_sharded
 from executor.runtime.grad_reduction import GradientReduction
+from executor.runtime.root.sharded_root import sharded_root
 from executor.torch_internals.dtensor import current_backward_pass
 from executor.torch_internals.optim import mend_grad_scaler, mend_muon
 from planner.errors import RunError
 
-_roots: weakref.WeakKeyDictionary[GradientReduction, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-"""The gradient reductions of all sharded modules that are alive, with their modules."""
+_alive: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
+"""The gradient reductions of all sharded modules that are alive and have run a forward."""
 _ELEMENTWISE = "Use an optimizer that treats each element by itself, such as AdamW, SGD or Adagrad."
 _ON_SHARDS = {
     "Adafactor": "it needs means over whole rows and columns",
@@ -37,7 +38,7 @@ _FOREACH = {"Rprop"}
 
 def watch_optimizers(root: nn.Module, reduction: GradientReduction) -> None:
     """Make optimizers that update parameters of ``root`` find all of its gradients reduced."""
-    _roots[reduction] = weakref.ref(root)
+    root.register_forward_pre_hook(_Watched(reduction))
 
 
 def set_accumulation_steps(module: nn.Module, steps: int) -> None:
@@ -56,12 +57,21 @@ def set_accumulation_steps(module: nn.Module, steps: int) -> None:
     """
     if steps < 1:
         raise ValueError(f"a step has at least one backward pass, not {steps}")
-    modules = set(module.modules())
-    reductions = [reduction for reduction, root in _roots.items() if root() in modules]
-    if not reductions:
+    roots = [root for part in module.modules() if (root := sharded_root(part)) is not None]
+    if not roots:
         raise not_sharded(module)
-    for reduction in reductions:
-        reduction.accumulation_steps = steps
+    for root in roots:
+        root.reduction.accumulation_steps = steps
+
+
+class _Watched:
+    """A forward pre-hook on a sharded module, or on a copy of one, which has a gradient reduction of its own."""
+
+    def __init__(self, reduction: GradientReduction) -> None:
+        self._reduction = reduction
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        _alive.add(self._reduction)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -69,7 +79,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: 
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return
     ids = set(map(id, parameters))
-    own = [reduction for reduction in list(_roots) if not ids.isdisjoint(map(id, reduction.parameters))]
+    own = [reduction for reduction in list(_alive) if not ids.isdisjoint(map(id, reduction.parameters))]
     if not own:
         return
     _check_optimizer(optimizer)

@@ -12,7 +12,6 @@ draws the same seeds.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from executor.resolve.per_module import PerModule
 from executor.resolve.sharded_as import not_sharded
 from executor.torch_internals.random import default_generators, random_ops_run_in
 from planner.errors import PlanTypeError
@@ -125,7 +125,7 @@ def drawn_seed() -> int:
         return int(torch.randint(_SEEDS - 1, (), dtype=torch.int64, device="cpu").item())
 
 
-_of_module: weakref.WeakKeyDictionary[nn.Module, RandomState] = weakref.WeakKeyDictionary()
+_of_module: PerModule[RandomState] = PerModule("random state")
 
 
 def attach_random_state(module: nn.Module, state: RandomState) -> None:

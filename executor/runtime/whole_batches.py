@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, format_layout
 from executor.redistribute import Redistributor
+from executor.resolve.per_module import PerModule
 from executor.resolve.sharded_as import not_sharded
 from executor.runtime.implicit_replication import implicit_replication
 from executor.runtime.run_context import RunContexts
@@ -91,7 +91,7 @@ class BatchForm:
         return tuple(k if s == Shard(0) else e for e, s, k in zip(even, samples, kept, strict=True))
 
 
-_forms: MutableMapping[nn.Module, BatchForm] = weakref.WeakKeyDictionary()
+_forms: PerModule[BatchForm] = PerModule("batch form")
 """Sharded root -> the form of its batches. Global, because hooks and callers share nothing but the module."""
 
 
@@ -152,8 +152,7 @@ class _Generate:
     """transformers' ``generate`` of a sharded module: whole prompts in, whole tokens out, the same on every rank."""
 
     def __init__(self, module: nn.Module, generate: Callable[..., Any], device_mesh: DeviceMesh) -> None:
-        self._module = weakref.ref(module)
-        self._generate = weakref.WeakMethod(generate)
+        self._module, self._generate = module, generate
         self._mesh = device_mesh
         functools.update_wrapper(self, generate, updated=())
 
@@ -163,15 +162,12 @@ class _Generate:
         Raises:
             RunError: the ranks' arguments differ.
         """
-        module, generate = self._module(), self._generate()
-        assert module is not None
-        assert generate is not None
         self._check_equal((args, kwargs))
         # The encoder is called first, apart from the root, which alone knows all FSDP modules.
-        start_fully_sharded(module)
+        start_fully_sharded(self._module)
         # Beam search reorders the caches, outside of any forward.
-        with whole_batches(module), implicit_replication(), self._random_state_of_first_rank():
-            return generate(*args, **kwargs)
+        with whole_batches(self._module), implicit_replication(), self._random_state_of_first_rank():
+            return self._generate(*args, **kwargs)
 
     def _check_equal(self, arguments: Any) -> None:
         """Raise ``RunError`` on all ranks if some have other tensors: they would stop at different tokens, and hang."""

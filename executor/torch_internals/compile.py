@@ -21,19 +21,30 @@ def call_eagerly(module: nn.Module, reason: str, notice: Callable[[], None]) -> 
         reason: what torch says where a graph break is an error.
         notice: called when dynamo meets the module.
     """
-    call: Callable[..., Any] = module._call_impl
+    module._call_impl = _EagerCall(module._call_impl, reason, notice)  # type: ignore[method-assign]
 
-    def run(is_compiling: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_compiling:
-            notice()
-        return call(*args, **kwargs)
 
-    disabled = torch.compiler.disable(run, reason=reason)
+class _EagerCall:
+    """``Module._call_impl`` of one module, which dynamo does not enter. A copy of the module has a copy of it."""
 
-    def call_impl(*args: Any, **kwargs: Any) -> Any:
-        return disabled(torch.compiler.is_compiling(), args, kwargs)
+    def __init__(self, call: Callable[..., Any], reason: str, notice: Callable[[], None]) -> None:
+        self._call, self._notice = call, notice
+        self._disabled = torch.compiler.disable(_run, reason=reason)
 
-    module._call_impl = call_impl  # type: ignore[method-assign]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._disabled(self._call, self._notice, torch.compiler.is_compiling(), args, kwargs)
+
+
+def _run(
+    call: Callable[..., Any],
+    notice: Callable[[], None],
+    is_compiling: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if is_compiling:
+        notice()
+    return call(*args, **kwargs)
 
 
 def compiled_parts(module: nn.Module) -> list[str]:

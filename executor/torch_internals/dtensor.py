@@ -201,6 +201,9 @@ class ParameterHooks:
         self._before: RemovableHandle | None = None
         self._after: RemovableHandle | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHooks:
+        return ParameterHooks()  # torch copies parameters without hooks
+
     def register(
         self,
         parameter: nn.Parameter,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +50,15 @@ def remember_root(module: nn.Module, root: ShardedRoot, contexts: RunContexts) -
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP(type(module).__name__)
 
 
+def sharded_root(module: nn.Module) -> ShardedRoot | None:
+    """Return the record of ``module`` itself; None: it is not sharded, or only a part of it."""
+    return _roots.get(module)
+
+
 def find_root(module: nn.Module) -> tuple[nn.Module, ShardedRoot] | None:
     """Return the sharded module in ``module``, which may be wrapped (by peft, for instance), and its record."""
     for part in module.modules():
-        root = _roots.get(part)
+        root = sharded_root(part)
         if root is not None:
             return part, root
     return None
@@ -76,7 +80,7 @@ class _DirectForward:
     """The root's forward, without a cache in training; called without the module's hooks, as by peft, it runs them."""
 
     def __init__(self, module: nn.Module, contexts: RunContexts) -> None:
-        self._module = weakref.ref(module)
+        self._module = module
         self._contexts = contexts
         self._forward: Callable[..., Any] = module.forward
         # Signatures are looked up on forward, by the executor and by transformers.
@@ -84,8 +88,7 @@ class _DirectForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        module = self._module()
-        assert module is not None
+        module = self._module
         if self._contexts.is_running:
             if module.training and torch.is_grad_enabled():
                 kwargs = {**without_cache(self._forward, args, kwargs)}
