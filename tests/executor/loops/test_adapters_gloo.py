@@ -12,6 +12,7 @@ import torch
 import transformers
 from support.executor_cases import LLAMA_BLOCKS, fully_sharded, make_batch, make_model, megatron, with_fsdp_groups
 from support.gloo import run_on_gloo
+from support.selected import selected
 from support.training_loops import Rows, as_under_torchrun, whole
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -77,12 +78,12 @@ def planned(mesh: str) -> ShardingPlan:
     return build_plan(model, cluster="1x4xtoy", mesh=mesh, dtype="fp32", optimizer="sgd", example_inputs=inputs)
 
 
-def run(rank: int, plans: dict[str, ShardingPlan], folder: str) -> dict[str, Any]:
+def run(rank: int, written: list[str], plans: dict[str, ShardingPlan], folder: str) -> dict[str, Any]:
     as_under_torchrun(rank)
     torch.manual_seed(rank)  # adapters are those of rank 0
     results: dict[str, Any] = {}
-    for name, make in PLANS.items():
-        plan = make()
+    for name in written:
+        plan = PLANS[name]()
         mesh = device_mesh_for(plan)
         model = with_adapters(shard_module(make_model("llama"), mesh, plan), add_adapters, TARGETS_ADDED)
         results[name] = train(model, lambda batch, plan=plan, mesh=mesh: local_batch(batch, mesh, plan))
@@ -146,8 +147,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> list[dict[str, Any]]:
-    return run_on_gloo(run, 4, {mesh: planned(mesh) for mesh in MESHES}, str(folder))
+def results(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    written = [name for name in selected(request, "name") if name in PLANS]
+    return run_on_gloo(run, 4, written, {mesh: planned(mesh) for mesh in MESHES}, str(folder))
 
 
 @pytest.fixture(scope="module")

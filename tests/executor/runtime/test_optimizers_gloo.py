@@ -11,6 +11,7 @@ import transformers
 from support.executor_cases import Case, data_parallel, fully_sharded, loss_of, make_batch, make_model, megatron
 from support.fsdp_cases import CASES as FSDP_CASES
 from support.gloo import run_on_gloo
+from support.selected import selected
 from support.own_loops import TOLERANCE, full
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -218,19 +219,19 @@ def amid_backward() -> str:
     return ""
 
 
-def run_tables(rank: int, case: str) -> dict[str, Any]:
+def run_tables(rank: int, case: str, names: list[str]) -> dict[str, Any]:
     return {
-        "errors": {name: error_of(CASES[case](), make) for name, make in RUN.items()},
-        "refusals": {name: refusal_of(CASES[case](), make) for name, make in REFUSED.items()},
+        "errors": {name: error_of(CASES[case](), RUN[name]) for name in names if name in RUN},
+        "refusals": {name: refusal_of(CASES[case](), REFUSED[name]) for name in names if name in REFUSED},
     }
 
 
-def run(rank: int) -> dict[str, Any]:
+def run(rank: int, names: list[str]) -> dict[str, Any]:
     scales = {
         name: [scaled(make(), is_sharded=is_sharded) for is_sharded in (False, True)] for name, make in CASES.items()
     }
     return {
-        **run_tables(rank, "no groups"),
+        **run_tables(rank, "no groups", names),
         "replicated": {name: error_of(data_parallel("mlp"), REFUSED[name]) for name in ("Adafactor", "Rprop")},
         "muon": muon_error(),
         "several": several_optimizers(),
@@ -241,8 +242,8 @@ def run(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_on_gloo(run, 4)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_on_gloo(run, 4, selected(request, "name"))
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -259,7 +260,7 @@ def test_an_optimizer_that_dtensor_does_not_run_is_refused_by_name(results: list
 
 @pytest.mark.slow
 def test_optimizers_on_groups_that_reshard_after_the_step() -> None:
-    for by_rank in run_on_gloo(run_tables, 4, "for the step"):
+    for by_rank in run_on_gloo(run_tables, 4, "for the step", [*RUN, *REFUSED]):
         assert max(by_rank["errors"].values()) <= TOLERANCE
         assert None not in by_rank["refusals"].values()
 
