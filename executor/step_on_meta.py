@@ -22,6 +22,7 @@ from executor.shard import ForwardObserver, shard_on_meta
 from executor.torch_internals.dtensor import fake_process_group, local_of, make_dtensor
 from planner.errors import PlanError
 from planner.model_rewrites.cache_argument import cache_argument
+from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
 
@@ -146,6 +147,7 @@ def meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
 
 def meta_inputs(example_inputs: Any) -> Any:
     """Return ``example_inputs`` with tensors on meta in place of all tensors."""
+    look_into_dataclasses(example_inputs)
     return pytree.tree_map_only(
         torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), example_inputs
     )

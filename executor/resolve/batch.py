@@ -18,7 +18,7 @@ from cost_model.layouts.layout import Layout, divides, format_layout, shard_coun
 from executor.resolve.checks import check_member, check_mesh
 from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
-from planner.model_rewrites.tree_paths import path_text
+from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -139,6 +139,7 @@ def local_batch(
     assert coordinate is not None
     mesh_shape = tuple(device_mesh.shape)
     first = next(iter(batch), "") if isinstance(batch, dict) else "0"
+    look_into_dataclasses(batch)
 
     def layout_of(name: str) -> Layout | None:
         return layouts.get(name, layouts.get("") if name == first else None)

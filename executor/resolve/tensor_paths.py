@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from planner.model_rewrites.tree_paths import path_text
+from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ def change_arguments(
                 return change(leaf, value, alias)
         return leaf
 
+    look_into_dataclasses(args, kwargs)
     changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(change_leaf, (args, kwargs))
     return changed
 
@@ -64,6 +65,7 @@ def change_results(by_name: Mapping[str, T], change: Change[T], output: Any) -> 
         output: the output of the call.
     """
     occurring: set[str] = set()
+    look_into_dataclasses(output)
     is_only_tensor = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output)) == 1
 
     def change_leaf(path: tuple[Any, ...], leaf: Any) -> Any:

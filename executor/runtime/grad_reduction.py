@@ -23,6 +23,7 @@ from executor.torch_internals.dtensor import (
     make_dtensor,
 )
 from executor.torch_internals.parallel import post_accumulate_hooks
+from planner.model_rewrites.tree_paths import look_into_dataclasses
 
 _CONCURRENT_REDUCTIONS = 2
 """Most reductions that run at a time, overlapped with the backward. Each one holds an unreduced gradient."""
@@ -220,6 +221,7 @@ class GradientReduction:
     def _hook_outputs(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        look_into_dataclasses(output)
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._before_accumulation)

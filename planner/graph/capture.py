@@ -28,12 +28,13 @@ from torch.utils import _pytree as pytree
 
 from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import SAME_TENSOR, Call, Ref
+from planner.model_rewrites.cache_argument import is_cache
 from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.model_rewrites.torch_attention import attention_as_planned
-from planner.model_rewrites.tree_paths import path_text
+from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
 from planner.model_rewrites.value_checks import without_value_checks
 
 
@@ -156,6 +157,7 @@ class _BoundaryMarkers:
         Code may ask whether two arguments are one tensor, as `nn.MultiheadAttention` does.
         """
         paths: dict[int, list[str]] = {}
+        look_into_dataclasses(trees)
         for tree in trees:
             for path, leaf in pytree.tree_leaves_with_path(tree):
                 paths.setdefault(id(leaf), []).append(path_text(path))
@@ -179,7 +181,11 @@ class _BoundaryMarkers:
         return marked_args, marked_kwargs
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._mark((output,), self._stack.pop(), "output")[0]
+        index = self._stack.pop()
+        if self.calls[index].parent is None:
+            # torch.export refuses a cache among the results, which in a planned call nobody reads.
+            output = pytree.tree_map(lambda leaf: None if is_cache(leaf) else leaf, output)
+        return self._mark((output,), index, "output")[0]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.mla import mla_modules
+from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.job_spec import JobPhase
 
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
@@ -23,6 +24,7 @@ GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 def meta_inputs(arguments: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
     """Return ``arguments`` on the meta device; a tensor that occurs twice becomes two tensors."""
     args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
+    look_into_dataclasses(args, kwargs)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
     return ExampleInputs(args=args, kwargs=kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,6 +12,53 @@ from torch.utils import _pytree as pytree
 def path_text(path: tuple[Any, ...]) -> str:
     """Return a pytree path as text: keys, indices and attribute names joined by dots (``position_embeddings.0``)."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+def look_into_dataclasses(*trees: Any) -> None:
+    """Make pytree look into the dataclasses of objects in ``trees`` that hold tensors, as into a dict.
+
+    They need not be written for it: most models that return a dataclass are not.
+    """
+    while True:
+        unknown = {type(leaf) for leaf in pytree.tree_leaves(trees) if _is_dataclass_with_tensors(leaf)}
+        if not unknown:
+            return
+        for kind in unknown:
+            _register(kind)
+
+
+def _is_dataclass_with_tensors(leaf: Any) -> bool:
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, torch.Tensor, torch.nn.Module)):
+        return False
+    names = [field.name for field in dataclasses.fields(leaf)]
+    if set(getattr(leaf, "__dict__", names)) - set(names):
+        return False  # what it has beside its fields would be lost
+    values = pytree.tree_leaves([getattr(leaf, name, None) for name in names])
+    return any(isinstance(value, torch.Tensor) or _is_dataclass_with_tensors(value) for value in values)
+
+
+def _register(kind: type) -> None:
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten(instance: Any) -> tuple[list[Any], None]:
+        return [getattr(instance, name) for name in names], None
+
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return [(pytree.GetAttrKey(name), getattr(instance, name)) for name in names], None
+
+    def unflatten(values: Any, context: None) -> Any:
+        instance = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(instance, name, value)  # a frozen dataclass has no other way
+        return instance
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+    )
 
 
 def tensors_by_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

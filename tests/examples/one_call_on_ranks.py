@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -76,6 +77,7 @@ def hugging_face_model(result: dict[str, object]) -> None:
     torch.manual_seed(0)
     unsharded = names["LlamaForCausalLM"](model.config)
     optimizer = torch.optim.AdamW(unsharded.parameters())
+    start = [parameter.detach().clone() for parameter in unsharded.parameters()]
     before = whole(unsharded(**loader[-1]).loss)
     for batch in loader:
         unsharded(**batch).loss.backward()
@@ -87,12 +89,16 @@ def hugging_face_model(result: dict[str, object]) -> None:
         "before": before,
         "loss": whole(model(**part).loss),
         "expected": whole(unsharded(**loader[-1]).loss),
-        "difference": max(
-            float((parameters[name].full_tensor() - parameter).detach().abs().max())
-            for name, parameter in unsharded.named_parameters()
+        "difference": norm(
+            parameters[name].full_tensor() - parameter for name, parameter in unsharded.named_parameters()
         ),
+        "distance": norm(parameter - first for parameter, first in zip(unsharded.parameters(), start, strict=True)),
         "assumed": plan_of(model).assumed,
     }
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors]))
 
 
 def main() -> None:

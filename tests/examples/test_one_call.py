@@ -54,7 +54,8 @@ def test_a_hugging_face_model_trains_as_unsharded(tmp_path: Path) -> None:
     """It is examples/one_call.py; tests/executor/launch trains one in every suite."""
     trained = launch("hugging-face", tmp_path)[0]["hugging-face"]
     assert trained["loss"] == pytest.approx(trained["expected"], rel=1e-5)
-    assert trained["difference"] < 1e-5
+    # AdamW divides by gradients, some of which are as small as the rounding of others: not in each single element.
+    assert trained["difference"] < 1e-4 * trained["distance"]
     assert trained["loss"] < trained["before"]
     fields = [line.split(":")[0] for line in trained["assumed"]]
     assert fields == ["cluster 1x4xcpu", "dtype fp32", "batch 4", "seq 64"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -225,6 +226,54 @@ class Gaussian(nn.Module):
         return -torch.distributions.Normal(self.mean(x), F.softplus(self.spread(x))).log_prob(y).mean()
 
 
+@dataclass
+class Sample:
+    """What `Dataclasses` takes."""
+
+    x: Tensor
+    weight: Tensor
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What its parts hand on."""
+
+    value: Tensor
+    earlier: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Predicted:
+    """What it returns; ``extra`` is no argument of the class."""
+
+    hidden: Hidden
+    loss: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+
+class Dataclasses(nn.Module):
+    """Takes, hands on and returns dataclasses, of which torch knows none."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, hidden: Hidden) -> Hidden:
+            return Hidden(self.down(F.gelu(self.up(hidden.value))), (*hidden.earlier, hidden.value))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.Part(), self.Part()
+
+    def forward(self, sample: Sample) -> Predicted:
+        hidden = self.second(self.first(Hidden(sample.x)))
+        predicted = Predicted(hidden, (hidden.value * sample.weight).square().mean())
+        predicted.extra["sum"] = sum(hidden.earlier)
+        return predicted
+
+
 def _rows(*shape: int) -> Tensor:
     return torch.randn(BATCH, *shape)
 
@@ -280,5 +329,6 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
+    "dataclasses": lambda: (Dataclasses(), (Sample(_rows(16), _rows(16), "name"),)),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }

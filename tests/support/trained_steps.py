@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
+from planner.model_rewrites.tree_paths import tensors_in
 from planner.plan.sharding_plan import ShardingPlan
 
 STEPS = 3
@@ -38,7 +38,7 @@ def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, tupl
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (reference, model)]
     worst = Errors(0.0, 0.0, 0.0)
     for _ in range(STEPS):
-        expected, loss = _loss(reference(*inputs)), _loss(model(*local_batch(inputs, mesh, plan)))
+        loss, expected = _loss(model(*local_batch(inputs, mesh, plan))), _loss(reference(*inputs))
         for optimizer, value in zip(optimizers, (expected, loss), strict=True):
             optimizer.zero_grad()
             value.backward()
@@ -54,7 +54,7 @@ def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, tupl
 
 def _loss(output: Any) -> Tensor:
     """Return what a caller may compute from the results: from all numbers, or else from the first tensor."""
-    results = pytree.tree_leaves(output)
+    results = tensors_in(output)
     numbers = [result for result in results if result.dim() == 0]
     return sum(numbers[1:], numbers[0]) if numbers else results[0].square().mean()
 

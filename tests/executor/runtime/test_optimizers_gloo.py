@@ -11,8 +11,8 @@ import transformers
 from support.executor_cases import Case, data_parallel, fully_sharded, loss_of, make_batch, make_model, megatron
 from support.fsdp_cases import CASES as FSDP_CASES
 from support.gloo import run_on_gloo
-from support.selected import selected
 from support.own_loops import TOLERANCE, full
+from support.selected import selected
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
