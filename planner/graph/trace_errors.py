@@ -67,6 +67,10 @@ def _what_to_do(module: nn.Module, error: Exception) -> str:
     is_cast = any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
     if is_cast and re.search(r"dtype|scalar type|should be the same|view_as_complex", str(error)):
         return "Plan with dtype='fp32', or cast in forward what keeps its own dtype, such as buffers and constants."
+    if "autocast" in str(error):
+        return "Leave torch.autocast out of forward: the plan's dtype casts parameters and inputs, as FSDP2 does."
+    if "fake tensor in the exported program" in str(error):
+        return "Do not write to parameters in forward, not through .data either: clip them after the optimizer's step."
     return "Check that it runs on these inputs, and keep data-dependent control flow out of forward."
 
 

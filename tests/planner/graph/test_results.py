@@ -117,3 +117,35 @@ def test_training_without_a_backward_is_refused() -> None:
     with pytest.raises(ModelError, match="nothing that the forward returns needs a gradient"):
         graph_of(frozen, torch.zeros(8, 16))
     graph_of(frozen, torch.zeros(8, 16), phase="prefill")
+
+
+class Clipped(nn.Module):
+    """Clips a weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.weight.data.clamp_(-1, 1)
+        return self.inner(x).sum()
+
+
+class Cast(nn.Module):
+    """Runs a layer under autocast, as it would on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return self.inner(x).float().sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "what_to_do"), [(Clipped(), "Do not write to parameters"), (Cast(), "Leave torch.autocast out")]
+)
+def test_a_refusal_says_what_to_do(module: nn.Module, what_to_do: str) -> None:
+    with pytest.raises(ModelError, match=what_to_do):
+        graph_of(module, torch.zeros(8, 16))
