@@ -6,6 +6,7 @@ capture with torch.fx                   capture, from_fx, trace_errors
 repeated blocks, traced once            fold, unroll
 loops over the samples                  sample_loops
 modules that cannot be traced           opaque_trace, opaque_calls, sample_splits
+tensors that are filled in parts        overwritten.Overwritten
 sliding windows of KV caches            kv_windows
 example inputs                          example_inputs.meta_inputs
 an op, run on given tensors             run_op.run_op

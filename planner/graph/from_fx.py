@@ -31,8 +31,9 @@ from planner.graph.op_graph import (
     build_digraph,
     output_value,
 )
+from planner.graph.overwritten import Overwritten
 from planner.graph.sample_loops import SampleLoopError
-from planner.graph.trace_errors import cannot_trace, shape_by_values, vectorized
+from planner.graph.trace_errors import cannot_trace, shape_by_values, vectorized, written_in_parts
 from planner.graph.unroll import unroll
 from planner.model_rewrites.tree_paths import path_text
 
@@ -109,6 +110,7 @@ class _GraphBuilder:
         self._open_calls: list[int] = [0]
         self._prefix = ""
         self._grad_enabled = True
+        self._overwritten = Overwritten()
         self._busy: set[int] = set()
         """Calls in which there are ops."""
 
@@ -269,6 +271,7 @@ class _GraphBuilder:
         template = pytree.tree_map(substitute, tuple(args), is_leaf=_is_node)
         kwargs = pytree.tree_map(substitute, dict(node.kwargs), is_leaf=_is_node)
         self._busy.update(self._open_calls)
+        outputs = self._add_results(node, target, result, inputs, grad_enabled)
         self._ops.append(
             Op(
                 name=self._prefix + node.name,
@@ -278,10 +281,15 @@ class _GraphBuilder:
                 call=self._open_calls[-1],
                 inputs=tuple(value.name for value in inputs),
                 crossings=tuple(value.crossings for value in inputs),
-                outputs=self._add_results(node, target, result, inputs, grad_enabled),
+                outputs=outputs,
                 grad_enabled=grad_enabled,
             )
         )
+        sources = [self._values[value.name] for value in inputs]
+        fqn = self._captured.calls[self._open_calls[-1]].fqn
+        module = self._overwritten.add_op(target, sources, outputs, fqn, grad_enabled=grad_enabled)
+        if module is not None:
+            raise written_in_parts(module)
 
     def _reads_more_than_plain(self, args: Sequence[Any]) -> bool:
         """Return whether any of these nodes is a tensor that depends on inputs or parameters, and so has a layout."""
@@ -340,6 +348,9 @@ class _GraphBuilder:
         nodes = [leaf for leaf in pytree.tree_leaves(node.args, is_leaf=_is_node) if _is_node(leaf)]
         leaves = pytree.tree_leaves([self._node_values[output] for output in nodes], is_leaf=_is_value)
         outputs = [leaf for leaf in leaves if isinstance(leaf, _ValueInModule)]
+        for leaf in outputs:
+            if self._overwritten.is_outdated(leaf.name):
+                raise written_in_parts(self._overwritten.module_of(leaf.name))
         scalars = [v for v in outputs if self._values[v.name].shape == () and self._values[v.name].requires_grad]
         named = [v for v in scalars if _path_of(v).rpartition(".")[2] == "loss"]
         # Of several numbers without a name, the caller may differentiate all.

@@ -226,6 +226,48 @@ class Gaussian(nn.Module):
         return -torch.distributions.Normal(self.mean(x), F.softplus(self.spread(x))).log_prob(y).mean()
 
 
+class Filled(nn.Module):
+    """Fills a tensor step by step, as recurrences are often written; a child does the filling."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(16, 16)
+
+        def forward(self, out: Tensor, state: Tensor, step: int) -> Tensor:
+            state = torch.tanh(self.cell(state))
+            out[:, step] = state
+            return state
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.head = self.Step(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = torch.zeros(x.shape, device=x.device, dtype=x.dtype), x[:, 0]
+        for step in range(x.shape[1]):
+            state = self.step(out, state + x[:, step], step)
+        return self.head(out)
+
+
+class Scanned(nn.Module):
+    """Adds to slices of a copy of its input, between two other layers."""
+
+    class Scan(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out = x.clone()
+            for step in range(1, x.shape[1]):
+                out[:, step] += out[:, step - 1] / 2
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scan, self.last = nn.Linear(16, 32), self.Scan(), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scan(self.first(x)))
+
+
 @dataclass
 class Sample:
     """What `Dataclasses` takes."""
@@ -329,6 +371,8 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
+    "a tensor that a child fills": lambda: (Filled(), (_rows(4, 16),)),
+    "a scan in place": lambda: (Scanned(), (_rows(4, 16),)),
     "dataclasses": lambda: (Dataclasses(), (Sample(_rows(16), _rows(16), "name"),)),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }
