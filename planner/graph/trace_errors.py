@@ -47,8 +47,8 @@ def shape_by_values(op: Any, fqn: str) -> ModelError:
 def written_in_parts(fqn: str) -> ModelError:
     """Return the error for a tensor that is filled in parts, in the module ``fqn``, with what needs gradients."""
     return ModelError(
-        f"{fqn or 'the root module'} assigns results that need gradients to parts of a tensor, as in out[:, 0] = x, and "
-        "reads the tensor afterwards.",
+        f"{fqn or 'the root module'} assigns results that need gradients to parts of a tensor, as in out[:, 0] = x, "
+        "and reads the tensor afterwards.",
         what_to_do="Collect the parts in a list, and join them by torch.stack or torch.cat.",
         module=fqn,
     )
