@@ -8,6 +8,7 @@ captured graph shows where layouts may change, and for which argument. No other 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import operator
 import warnings
@@ -142,8 +143,10 @@ class _BoundaryMarkers:
     @contextmanager
     def attached(self) -> Iterator[None]:
         handles = []
-        for submodule in self._names:
-            handles.append(submodule.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        for submodule, name in self._names.items():
+            # torch.export calls hooks with stand-ins of modules where one is registered under two names.
+            enter = functools.partial(self._enter, name)
+            handles.append(submodule.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             handles.append(submodule.register_forward_hook(self._leave))
         try:
             yield
@@ -173,8 +176,8 @@ class _BoundaryMarkers:
 
         return tuple(pytree.tree_map(mark, tree) for tree in trees)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call = Call(index=len(self.calls), fqn=self._names[module], parent=self._stack[-1] if self._stack else None)
+    def _enter(self, fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        call = Call(index=len(self.calls), fqn=fqn, parent=self._stack[-1] if self._stack else None)
         self.calls.append(call)
         self._stack.append(call.index)
         marked_args, marked_kwargs = self._mark((args, kwargs), call.index, "input")

@@ -10,7 +10,7 @@ from support import families
 from torch import nn
 
 from planner.errors import ModelError
-from planner.graph.capture import to_meta
+from planner.graph.capture import export, to_meta
 from planner.graph.example_inputs import meta_inputs, with_batch
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Crossing, OpGraph, at_batch
@@ -257,3 +257,20 @@ def test_a_buffer_in_another_dtype_is_refused_with_what_to_do_and_no_traceback(
     assert "dtype='fp32'" in caught.value.what_to_do
     assert "Traceback" not in "".join(capfd.readouterr())
     assert trace_module(module, example_inputs=inputs, dtype="fp32").graph.ops
+
+
+class UnderTwoNames(nn.Module):
+    """Registers one module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.second, self.head = self.first, nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+def test_torch_export_captures_a_module_under_two_names() -> None:
+    captured = export(to_meta(UnderTwoNames(), None), meta_inputs((torch.zeros(4, 8),)))
+    assert [call.fqn for call in captured.calls] == ["", *("first", "first.0", "first.1") * 2, "head"]
