@@ -25,6 +25,7 @@ from executor.runtime.buffers import BuffersBefore
 from executor.runtime.parameter_views import CastParameters, ComputeDtypeParameters
 from executor.runtime.run_context import RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
+from planner.model_rewrites.replaced_calls import PlannedCheckpoint
 from planner.plan.job import CheckpointingMode
 
 _aten = torch.ops.aten
@@ -101,7 +102,7 @@ class CheckpointedForward:
             use_reentrant=False,
             # Stopping early would skip collectives at the end of the block, which other ranks may wait for.
             early_stop=False,
-            context_fn=functools.partial(_contexts, self._mode, recomputing),
+            context_fn=PlannedCheckpoint(functools.partial(_contexts, self._mode, recomputing)),
         )
         buffers.drop_unwritten()
         return result

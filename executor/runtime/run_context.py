@@ -16,8 +16,8 @@ from executor.runtime.implicit_replication import hold_for_backward, implicit_re
 from executor.runtime.random_state import RandomState
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.model_rewrites.eager_masks import masks_as_traced, masks_by_broadcasting
+from planner.model_rewrites.replaced_calls import without_own_checkpoints, without_value_checks
 from planner.model_rewrites.torch_attention import attention_as_planned
-from planner.model_rewrites.value_checks import without_value_checks
 from planner.plan.estimate import Phase
 
 
@@ -128,6 +128,7 @@ class RunContexts:
             stack.enter_context(self._shared.scope())
             stack.enter_context(attention_as_planned())
             stack.enter_context(without_value_checks())
+            stack.enter_context(without_own_checkpoints())
             stack.enter_context(masks_as_traced())
             stack.enter_context(masks_by_broadcasting())
             if self._device_type == "cpu":

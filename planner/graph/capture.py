@@ -33,10 +33,10 @@ from planner.model_rewrites.cache_argument import is_cache
 from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
+from planner.model_rewrites.replaced_calls import without_own_checkpoints, without_value_checks
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
-from planner.model_rewrites.value_checks import without_value_checks
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -253,6 +253,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         unpacked_sequences(),
         attention_as_planned(),
         without_value_checks(),
+        without_own_checkpoints(warn=True),
         masks_by_broadcasting(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
@@ -298,7 +299,7 @@ def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     """Return the graph that torch.export captures from the torch.fx trace of ``module``; errors of both propagate."""
     markers = _BoundaryMarkers(module)
     markers.enter_root()
-    with markers.attached():
+    with markers.attached(), without_own_checkpoints(warn=True):
         graph = _TracerWithoutLeaves().trace(module)
     names = [node.target for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(names, inputs.args, strict=False)) | dict(inputs.kwargs)

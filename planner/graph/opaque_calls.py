@@ -23,6 +23,7 @@ from planner.graph.example_inputs import with_batch
 from planner.graph.sample_splits import RunnableCall, SampleSplits
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts
+from planner.model_rewrites.replaced_calls import without_own_checkpoints
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 _FEW, _MORE = 8, 12
@@ -86,6 +87,7 @@ def _recorded(
             part.__dict__["forward"] = _RecordingForward(part, recorded[part], values, measured)
             stack.callback(part.__dict__.pop, "forward", None)
         stack.enter_context(values)
+        stack.enter_context(without_own_checkpoints())
         module(*inputs.args, **inputs.kwargs)
     return recorded
 

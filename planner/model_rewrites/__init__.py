@@ -6,7 +6,7 @@ fused ops and their kernels      fuse_ops.fuse_ops, fused_kernels
 MLA, without copies of keys      mla.concatenate_mla_keys
 torch's attention modules        torch_attention.attention_as_planned
 masks and transformers' cache    eager_masks, cache_argument
-checks of values                 value_checks.without_value_checks
+checks of values, checkpoints    replaced_calls.without_value_checks, .without_own_checkpoints
 recurrent layers' weights        recurrent.read_recurrent_weights
 dims on which an op is split     independent_dims.split_outputs
 opaque modules as one op         opaque_op.opaque_as_one_op

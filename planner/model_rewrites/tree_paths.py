@@ -47,7 +47,7 @@ def _register(kind: type) -> None:
         return [(pytree.GetAttrKey(name), getattr(instance, name)) for name in names], None
 
     def unflatten(values: Any, context: None) -> Any:
-        instance = object.__new__(kind)
+        instance: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(instance, name, value)  # a frozen dataclass has no other way
         return instance

@@ -1,0 +1,86 @@
+"""Calls in a forward that do nothing in a planned run: checks of values, and the module's own checkpointing."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch.distributions import Distribution
+
+_WARNING = "warn_if_padding_and_no_attention_mask"
+_NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
+"""What ``checkpoint(use_reentrant=False)`` runs before and after the function, in torch 2.13."""
+
+
+@contextmanager
+def without_value_checks() -> Iterator[None]:
+    """Within this context transformers does not look for padding, and nothing checks the values of its arguments.
+
+    Such checks look at tensors only to warn or to raise an error. A trace has no values. In a sharded run, each look
+    would be a collective that no plan has, and a wait for the GPU.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Distribution, "_validate_args", False))
+        for check in ("_check_tensor_all", "_check_tensor_all_with"):
+            stack.enter_context(mock.patch.object(torch, check))
+        modeling = sys.modules.get("transformers.modeling_utils")
+        if modeling is not None:
+            stack.enter_context(mock.patch.object(modeling.PreTrainedModel, _WARNING))
+        yield
+
+
+class PlannedCheckpoint:
+    """The ``context_fn`` of a checkpoint that a plan asks for."""
+
+    def __init__(self, contexts: Callable[[], tuple[Any, Any]]) -> None:
+        self._contexts = contexts
+
+    def __call__(self) -> tuple[Any, Any]:
+        """Return the contexts of the forward and of each recomputation."""
+        return self._contexts()
+
+
+@contextmanager
+def without_own_checkpoints(*, warn: bool = False) -> Iterator[None]:
+    """Within this context `torch.utils.checkpoint` checkpoints only what a plan asks for (`PlannedCheckpoint`).
+
+    A plan says which blocks are recomputed, and has the collectives and the memory of these recomputations.
+
+    Args:
+        warn: whether another checkpoint is a warning.
+    """
+    module = torch.utils.checkpoint
+    not_reentrant = getattr(module, _NOT_REENTRANT)
+
+    def ignored() -> None:
+        if warn:
+            warnings.warn(
+                "forward calls torch.utils.checkpoint, which does nothing in a planned run: the plan says what is "
+                'recomputed. Plan with ac="full" or ac="selective" to choose it.',
+                stacklevel=4,
+            )
+
+    def generator(
+        function: Callable[..., Any], preserve: bool, context_fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        if isinstance(context_fn, PlannedCheckpoint):
+            yield from not_reentrant(function, preserve, context_fn, *args, **kwargs)
+        else:
+            ignored()
+            yield
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        ignored()
+        return function(*args)
+
+    with (
+        mock.patch.object(module, _NOT_REENTRANT, generator),
+        mock.patch.object(module.CheckpointFunction, "apply", apply),
+    ):
+        yield
