@@ -34,7 +34,7 @@ from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_s
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.replaced_calls import without_own_checkpoints, without_value_checks
-from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync
+from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
 
@@ -247,6 +247,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     """
     markers = _BoundaryMarkers(module)
     batch_norm_for_sync(module)
+    norms_in_dtype_of_statistics(module)
     with (
         _assigned_buffers_written(module),
         markers.attached(),

@@ -59,12 +59,14 @@ def errors(rank: int, text: dict[str, Any]) -> dict[str, float]:
     return {name: abs((a - b) / b).item() for name, (a, b) in pairs.items()}
 
 
-@pytest.mark.parametrize("planner", ["fsdp", "ddp", "ilp"])
+@pytest.mark.parametrize("planner", ["fully-sharded", "fsdp", "ddp", "ilp"])
 def test_numbers_are_those_of_the_unsharded_module_in_bf16(planner: str) -> None:
     module, batch = make()
     plan = build_plan(
         module, cluster="1x4xtoy", example_inputs=batch, dtype="bf16", planner=planner, micro_batches=1, ac="none",
         headroom=0.0,
     )  # fmt: skip
+    assert plan.solver is not None
+    assert plan.solver.name == planner  # no other plan's, in place of one that runs otherwise
     for of_rank in run_on_gloo(errors, 4, plan.to_dict()):
         assert max(of_rank.values()) < 0.02, of_rank

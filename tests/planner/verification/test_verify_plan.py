@@ -176,3 +176,14 @@ def test_a_model_without_a_loss_runs_from_its_results() -> None:
     assert verification.outcome == "as-planned"
     assert verification.reason is None
     assert any(row.phase == "backward" for row in plan.estimate.collectives)
+
+
+def test_batch_norms_compute_in_the_dtype_of_their_statistics_as_planned() -> None:
+    """In bf16 each weight is cast when it is used, so that autograd saves the cast weight, not the gathered one."""
+    sizes = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"}
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes)).train()
+    inputs = {"pixel_values": torch.zeros(8, 3, 32, 32), "labels": torch.zeros(8, dtype=torch.long)}
+    session = PlanningSession(model, cluster="2x2xtoy", example_inputs=inputs, batch=8)
+    for planner in ("fully-sharded", "ilp"):
+        plan = session.plan(mesh="fsdp=4", planner=planner)
+        assert verification_of(model, plan, meta_inputs(inputs)).outcome == "as-planned"
