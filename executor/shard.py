@@ -203,6 +203,7 @@ def _shard(
         cast_parameters=cast_parameters.cast,
         device_type=resolved.device_mesh.device_type,
         random=random,
+        is_planned=plan.solver is not None,
     )
 
     in_opaque = {part for fqn in resolved.opaque_modules for part in module.get_submodule(fqn).modules()}

@@ -58,6 +58,7 @@ class RunContexts:
         cast_parameters: Callable[[], AbstractContextManager[None]],
         device_type: str,
         random: RandomState,
+        is_planned: bool,
     ) -> None:
         """Store the contexts, or the functions that return them.
 
@@ -68,6 +69,7 @@ class RunContexts:
             cast_parameters: returns the context in which modules see parameters in the compute dtype.
             device_type: device type of the mesh; on "cpu" torch decomposes attention into simpler ops.
             random: runs random ops, and holds their state between forwards.
+            is_planned: whether shardplan made the plan, so that it says what is recomputed.
         """
         self._phases = phases
         self._shared = shared
@@ -75,6 +77,7 @@ class RunContexts:
         self._cast_parameters = cast_parameters
         self._device_type = device_type
         self._random = random
+        self._is_planned = is_planned
         self._forward: ExitStack | None = None
         self._part: nn.Module | None = None
 
@@ -128,7 +131,8 @@ class RunContexts:
             stack.enter_context(self._shared.scope())
             stack.enter_context(attention_as_planned())
             stack.enter_context(without_value_checks())
-            stack.enter_context(without_own_checkpoints())
+            if self._is_planned:
+                stack.enter_context(without_own_checkpoints())
             stack.enter_context(masks_as_traced())
             stack.enter_context(masks_by_broadcasting())
             if self._device_type == "cpu":

@@ -287,7 +287,8 @@ class _GraphBuilder:
         )
         sources = [self._values[value.name] for value in inputs]
         fqn = self._captured.calls[self._open_calls[-1]].fqn
-        module = self._overwritten.add_op(target, sources, outputs, fqn, grad_enabled=grad_enabled)
+        results = [self._values[name] for name in outputs]
+        module = self._overwritten.add_op(target, sources, results, fqn, grad_enabled=grad_enabled)
         if module is not None:
             raise written_in_parts(module)
 

@@ -31,14 +31,14 @@ class Overwritten:
         """First value of such a memory -> the values that were made after the last write."""
 
     def add_op(
-        self, target: Any, inputs: Sequence[Value], outputs: Sequence[str], module: str, *, grad_enabled: bool
+        self, target: Any, inputs: Sequence[Value], outputs: Sequence[Value], module: str, *, grad_enabled: bool
     ) -> str | None:
         """Note an op of a module.
 
         Args:
             target: the op.
             inputs: the values that it reads and writes, in order.
-            outputs: names of its results.
+            outputs: its results.
             module: FQN of the module that calls it.
             grad_enabled: whether its results may need gradients.
 
@@ -47,7 +47,8 @@ class Overwritten:
             where this op reads nothing of the kind.
         """
         written = written_input(target, len(inputs))
-        is_view = written is None and _is_view(target)
+        is_view = written is None and _is_view(target, inputs, outputs)
+        names = [value.name for value in outputs]
         if not is_view:
             read = [value for position, value in enumerate(inputs) if position != written or not _overwrites(target)]
             outdated = next((value for value in read if self.is_outdated(value.name)), None)
@@ -56,14 +57,14 @@ class Overwritten:
         if written is not None or is_view:
             source = inputs[written or 0].name
             root = self._roots.setdefault(source, source)
-            self._roots.update(dict.fromkeys(outputs, root))
+            self._roots.update(dict.fromkeys(names, root))
             others = [value for position, value in enumerate(inputs) if position != written]
             if written is not None and grad_enabled and any(value.requires_grad for value in others):
                 self._writers[root] = module
-                self._current[root] = set(outputs)
+                self._current[root] = set(names)
             elif root in self._current and (written is not None or source in self._current[root]):
-                self._current[root].update(outputs)
-        self._makers.update((name, module) for name in outputs if name not in self._makers)
+                self._current[root].update(names)
+        self._makers.update((name, module) for name in names if name not in self._makers)
         return None
 
     def is_outdated(self, value: str) -> bool:
@@ -85,9 +86,9 @@ def _overwrites(target: Any) -> bool:
     return str(target._overloadpacket.__name__) in _KEEPING_NOTHING
 
 
-def _is_view(target: Any) -> bool:
-    """Return whether an op returns its first input's memory."""
-    if not isinstance(target, torch._ops.OpOverload):
+def _is_view(target: Any, inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
+    """Return whether an op returns its first input's memory; some do so unless they change the dtype."""
+    if not isinstance(target, torch._ops.OpOverload) or not inputs or inputs[0].dtype != outputs[0].dtype:
         return False
     aliases = target._schema.arguments[0].alias_info if target._schema.arguments else None
     return aliases is not None and not aliases.is_write

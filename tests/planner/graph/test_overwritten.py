@@ -59,6 +59,12 @@ def own_view(y: Tensor, out: Tensor) -> Tensor:
     return row.flatten(1) + 1
 
 
+def another_dtype(y: Tensor, out: Tensor) -> Tensor:
+    wide = y.double()
+    wide.mul_(y.sum())
+    return y + wide
+
+
 def without_gradients(y: Tensor, out: Tensor) -> Tensor:
     out[:, 0] = out[:, 1]
     out[:, 1] = 0.0
@@ -79,7 +85,7 @@ def test_what_loses_a_gradient_is_refused(function: Callable[[Tensor, Tensor], T
     assert "torch.stack" in caught.value.what_to_do
 
 
-@pytest.mark.parametrize("function", [whole, own_view, without_gradients, under_no_grad])
+@pytest.mark.parametrize("function", [whole, own_view, another_dtype, without_gradients, under_no_grad])
 def test_what_loses_none_is_traced(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     trace(to_meta(Writes(function), None), meta_inputs((torch.zeros(8, 16),)))
 
