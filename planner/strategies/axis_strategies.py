@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -113,9 +114,22 @@ def _alike(options: Sequence[Sequence[Placement | None]]) -> Iterator[Placements
         yield tuple(by_kind[tuple(option)] for option in options)
 
 
+_MOST_STEPS = 50_000
+"""Steps of a search, each of which tries one op. Regions of usual models take a few thousand, and at most 15,000; a
+loop over time with an attention in each step would take more than a million."""
+
+
 def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> Iterator[AxisStrategy]:
-    """Yield the strategies of ``region`` on one axis of ``axis_size`` ranks; some may occur twice."""
-    return _RegionSearch(region, rules, axis_size).run()
+    """Yield the strategies of ``region`` on one axis of ``axis_size`` ranks; some may occur twice.
+
+    Where there are too many to try, those in which nothing is split, or samples alone, come after what was found.
+    """
+    search = _RegionSearch(region, rules, axis_size)
+    yield from search.run()
+    if search.was_cut_short:
+        samples = Counter(slot.value.shape[0] for slot in region.slots if slot.origin == "entry" and slot.value.shape)
+        for size in (0, *(size for size, _ in samples.most_common(1))):
+            yield from _RegionSearch(region, rules, axis_size, samples=size).run()
 
 
 def _depth_first(start: _Placed, steps: int, expand: Callable[[_Placed, int], Iterator[_Placed]]) -> Iterator[_Placed]:
@@ -137,7 +151,15 @@ def _depth_first(start: _Placed, steps: int, expand: Callable[[_Placed, int], It
 class _RegionSearch:
     """Search over the placements of one region: forward through its ops, then backward for their gradients."""
 
-    def __init__(self, region: Region, rules: AxisRules, axis_size: int) -> None:
+    def __init__(self, region: Region, rules: AxisRules, axis_size: int, *, samples: int | None = None) -> None:
+        """Begin a search.
+
+        Args:
+            samples: entries are split on their first dim of this size, and all else is replicated. None: each slot may
+                have any placement.
+        """
+        self._samples = samples
+        self._steps = 0
         self._region = region
         self._rules = rules
         self._size = axis_size
@@ -155,10 +177,18 @@ class _RegionSearch:
                             forward=tuple(forward.get(i) for i in slots), gradient=tuple(gradient.get(i) for i in slots)
                         )
 
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether there were too many steps, so that strategies are missing."""
+        return self._steps > _MOST_STEPS
+
     # --- forward -------------------------------------------------------------------------------------------------
 
     def _forward(self, forward: _Placed, step: int) -> Iterator[_Placed]:
         """Yield ``forward``, the placements of slots that ops before ``step`` read or write, with those of this op."""
+        self._steps += 1
+        if self.was_cut_short:
+            return
         region_op = self._region.ops[step]
         inputs = find_op_inputs(self._region, region_op)
         unplaced = list(dict.fromkeys(i for i in region_op.inputs if i not in forward))
@@ -222,6 +252,10 @@ class _RegionSearch:
         if slot.origin == "plain":
             yield None
             return
+        if self._samples is not None:
+            is_split = slot.origin == "entry" and self._samples in slot.value.shape and not self._samples % self._size
+            yield Shard(slot.value.shape.index(self._samples)) if is_split else R
+            return
         yield R
         for dim, length in enumerate(slot.value.shape[:1] if slot.is_result else slot.value.shape):
             if length % self._size == 0 and length >= self._size:
@@ -231,7 +265,7 @@ class _RegionSearch:
 
     def _strided_options(self, region_op: RegionOp, position: int) -> Iterator[Placement]:
         slot = self._region.slots[position]
-        if slot.origin == "parameter" and self._region.call != OUTSIDE:
+        if self._samples is None and slot.origin == "parameter" and self._region.call != OUTSIDE:
             for placement in strided_placements(region_op.op, region_op.inputs.index(position)):
                 if divides(slot.value.shape, (placement,), (self._size,)):
                     yield placement
@@ -246,6 +280,9 @@ class _RegionSearch:
             gradient: placements of the gradients that have been computed.
             step: number of ops whose backward has run.
         """
+        self._steps += 1
+        if self.was_cut_short:
+            return
         region_op = self._region.ops[-1 - step]
         exits = [i for i in region_op.outputs if i in self._exits]
         undecided = [i for i in exits if self._region.slots[i].value.requires_grad and gradient.get(i) is None]

@@ -18,6 +18,7 @@ from planner.graph.capture import to_meta
 from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.regions.regions import Region, build_regions
+from planner.strategies import axis_strategies
 from planner.strategies.axis_strategies import AxisStrategy
 from planner.strategies.dtensor_rules import (
     DTensorRules,
@@ -227,3 +228,12 @@ def test_a_region_of_many_ops_leaves_no_input_replicated_that_it_can_split() -> 
     found = [tuple(s.forward[i] for i in entries) for s in StrategyTable().on_axis(region, 2)]
     assert {(S0,) * 3, (R,) * 3} <= set(found)
     assert not any(R in placed and S0 in placed for placed in found)
+
+
+def test_where_there_are_too_many_strategies_the_replicated_and_the_data_parallel_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(axis_strategies, "_MOST_STEPS", 2)
+    found = set(StrategyTable().on_axis(linear_region(bias=False), 2))
+    assert found < KNOWN
+    assert {((R, R, R), (R, R, R)), ((S0, R, S0), (S0, P, S0))} <= {(each.forward, each.gradient) for each in found}
