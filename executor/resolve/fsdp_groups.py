@@ -74,6 +74,7 @@ def resolve_fsdp_groups(
     mesh: PlanMesh,
     checkpointed: Collection[str],
     reshard_after: Mapping[str, ReshardAfter],
+    is_planned: bool,
 ) -> tuple[FsdpGroup, ...]:
     """Return a group for each module in ``names``, innermost modules first.
 
@@ -84,6 +85,8 @@ def resolve_fsdp_groups(
         mesh: the plan's mesh.
         checkpointed: FQNs of checkpointed modules.
         reshard_after: module FQN -> when its parameters are resharded, for modules that do not reshard after forward.
+        is_planned: whether shardplan made the plan. It then names the layout of each gradient, but for parameters that
+            get none: frozen ones, and those whose results do not lead to the loss.
 
     Raises:
         UnmatchedKeyError: a parameter that does not exist.
@@ -93,7 +96,7 @@ def resolve_fsdp_groups(
             parameters in one group.
         PlanLayoutError: layouts that ``fully_shard`` does not support.
     """
-    resolver = _GroupResolver(module, layouts, mesh, checkpointed)
+    resolver = _GroupResolver(module, layouts, mesh, checkpointed, is_planned=is_planned)
     groups = [resolver.group(fqn, own, reshard_after.get(fqn, ReshardAfter.FORWARD)) for fqn, own in names.items()]
     return tuple(sorted(groups, key=lambda group: -len(_components(group.fqn))))
 
@@ -111,7 +114,10 @@ class _GroupResolver:
         layouts: Mapping[str, ParameterLayouts],
         mesh: PlanMesh,
         checkpointed: Collection[str],
+        *,
+        is_planned: bool,
     ) -> None:
+        self._is_planned = is_planned
         self._module = module
         self._layouts = layouts
         self._mesh = mesh
@@ -215,7 +221,8 @@ class _GroupResolver:
         if layouts is None:
             raise _wrong_layout(path, "has no stored layout")
         axes, dim = self._axes_and_dim(path, layouts.stored, layouts.compute)
-        accumulated = layouts.gradient or (() if parameter.requires_grad else layouts.stored)
+        has_gradient = parameter.requires_grad and not self._is_planned
+        accumulated = layouts.gradient or (() if has_gradient else layouts.stored)
         if not _is_left_by_reduce_scatter(accumulated, layouts.stored, axes):
             text = ", ".join(format_layout(layouts.stored))
             raise _wrong_layout(

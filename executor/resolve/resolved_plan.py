@@ -139,6 +139,7 @@ def resolve_plan(
         mesh=plan.mesh,
         checkpointed=checkpointing,
         reshard_after=reshard_modes(plan, modules, fsdp_names),
+        is_planned=plan.solver is not None,
     )
     if fsdp_groups:
         check_axis_names(plan.mesh, device_mesh)

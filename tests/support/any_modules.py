@@ -226,6 +226,30 @@ class Gaussian(nn.Module):
         return -torch.distributions.Normal(self.mean(x), F.softplus(self.spread(x))).log_prob(y).mean()
 
 
+class Skips(nn.Module):
+    """Blocks that hand on a state and a part of the result; the last state is not used: its layer has no gradient."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.skip, self.state = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = F.gelu(self.up(x))
+            return x + self.state(hidden), self.skip(hidden)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for block in self.blocks:
+            x, skip = block(x)
+            total = total + skip
+        return total.square().mean()
+
+
 class Filled(nn.Module):
     """Fills a tensor step by step, as recurrences are often written; a child does the filling."""
 
@@ -371,6 +395,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
+    "a layer without a gradient": lambda: (Skips(), (_rows(4, 16),)),
     "a tensor that a child fills": lambda: (Filled(), (_rows(4, 16),)),
     "a scan in place": lambda: (Scanned(), (_rows(4, 16),)),
     "dataclasses": lambda: (Dataclasses(), (Sample(_rows(16), _rows(16), "name"),)),
