@@ -17,7 +17,7 @@ def path_text(path: tuple[Any, ...]) -> str:
 def look_into_dataclasses(*trees: Any) -> None:
     """Make pytree look into the dataclasses of objects in ``trees`` that hold tensors, as into a dict.
 
-    They need not be written for it: most models that return a dataclass are not.
+    torch itself looks only into those classes that were registered with it.
     """
     while True:
         unknown = {type(leaf) for leaf in pytree.tree_leaves(trees) if _is_dataclass_with_tensors(leaf)}
