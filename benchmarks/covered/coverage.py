@@ -260,7 +260,8 @@ def support_matrix(rows: Sequence[Row]) -> str:
     ]
     in_lists = Counter(case.group for case in cases())
     for group, title in _TITLES.items():
-        mine = [row for row in rows if row.group == group and row.result != "no eager run"]
+        ran = [row for row in rows if row.group == group and row.result != "no eager run"]
+        mine = sorted(ran, key=lambda row: row.name.lower())
         if mine:
             counted = sum(row.result == "verified" for row in mine)
             unseen = in_lists[group] - sum(row.group == group for row in rows)
