@@ -372,7 +372,8 @@ def _without_dead_gradients(graph: OpGraph) -> OpGraph:
     needed = {output.value for output in graph.outputs if output.is_loss or output.is_result or output.is_sent}
     for op in reversed(graph.ops):
         written = written_input(op.target, len(op.inputs))
-        if needed.intersection(op.outputs) or (written is not None and op.inputs[written] in needed):
+        leads = any(name in needed and graph.values[name].requires_grad for name in op.outputs)
+        if leads or (written is not None and op.inputs[written] in needed):
             needed.update(op.inputs)
     values = {
         name: value if name in needed or not value.requires_grad else replace(value, requires_grad=False)

@@ -60,6 +60,27 @@ def test_a_number_named_loss_is_the_loss_and_nothing_else_needs_a_gradient() -> 
     assert trained == {"used.weight": True, "used.bias": True, "unused.weight": False, "unused.bias": False}
 
 
+class OnlyItsShape(nn.Module):
+    """Uses of one layer's result only the shape, of another's the largest place, of a third's the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape, self.place, self.detached, self.used = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        zeros = self.shape(x)[:, :8].new_zeros(x.shape[0], 16)
+        chosen = x.gather(1, self.place(x).argmax(1, keepdim=True))
+        return (self.used(x + zeros) + chosen + self.detached(x).detach()).sum()
+
+
+def test_parameters_get_a_gradient_where_eager_gives_them_one() -> None:
+    module = OnlyItsShape()
+    module(torch.ones(8, 16)).backward()
+    graph = graph_of(module, torch.zeros(8, 16))
+    trained = {name for value, names in graph.parameters.items() if graph.values[value].requires_grad for name in names}
+    assert trained == {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
 def test_what_runs_without_gradients_is_op_by_op_where_it_depends_on_inputs() -> None:
     graph = graph_of(TeacherAndStudent(), torch.zeros(8, 16))
     linears = [op for op in graph.ops if op.target_name == "aten.linear.default"]
