@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
-from cost_model.layouts.partial_clones import keep_partial_in_clones
+from cost_model.layouts.mended_torch import mend_torch
 
-keep_partial_in_clones()
+mend_torch()
 
 TensorSpec = DTensorSpec
 _Wrapper = TypeVar("_Wrapper", bound=DTensor)

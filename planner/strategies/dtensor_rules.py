@@ -30,14 +30,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, divides, local_shape
-from cost_model.layouts.partial_clones import keep_partial_in_clones
+from cost_model.layouts.mended_torch import mend_torch
 from planner.errors import UnsupportedTorchError
 from planner.graph.op_graph import Op, Value
 from planner.graph.run_op import run_op
 from planner.regions.regions import op_signature
 from planner.strategies.small_shapes import with_small_shapes
 
-keep_partial_in_clones()
+mend_torch()
 
 SUPPORTED_TORCH = ((2, 13), (2, 14))
 """First supported release, and first one after it that is not: DTensor's private rules change between releases."""

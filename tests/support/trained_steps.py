@@ -26,11 +26,11 @@ class Errors(NamedTuple):
     buffer: float
 
 
-def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, tuple[Any, ...]]]) -> Errors:
+def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, Any]]) -> Errors:
     """Return the errors of a module under ``plan`` against the unsharded one.
 
     Args:
-        make: returns the module and its arguments, equal ones each time.
+        make: returns the module and its arguments (a tuple or a dict), equal ones each time.
     """
     (reference, inputs), (model, _) = make(), make()
     mesh = device_mesh_for(plan, device_type="cpu")
@@ -38,7 +38,7 @@ def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, tupl
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (reference, model)]
     worst = Errors(0.0, 0.0, 0.0)
     for _ in range(STEPS):
-        loss, expected = _loss(model(*local_batch(inputs, mesh, plan))), _loss(reference(*inputs))
+        loss, expected = _loss(_called(model, local_batch(inputs, mesh, plan))), _loss(_called(reference, inputs))
         for optimizer, value in zip(optimizers, (expected, loss), strict=True):
             optimizer.zero_grad()
             value.backward()
@@ -52,8 +52,14 @@ def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, tupl
     return worst
 
 
+def _called(module: nn.Module, inputs: Any) -> Any:
+    return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+
+
 def _loss(output: Any) -> Tensor:
-    """Return what a caller may compute from the results: from all numbers, or else from the first tensor."""
+    """Return the loss, or what a caller may compute: from all numbers, or else from the first tensor."""
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return output.loss
     results = tensors_in(output)
     numbers = [result for result in results if result.dim() == 0]
     return sum(numbers[1:], numbers[0]) if numbers else results[0].square().mean()

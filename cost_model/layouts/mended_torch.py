@@ -1,0 +1,42 @@
+"""What torch 2.13 gets wrong of DTensors and of tensors without values, mended in this process.
+
+**Clones.** It has two rules for ``aten.clone``: the one written for it, which keeps the placements, and a later one
+that every op with the tag ``pointwise`` gets, which reduces partial tensors first. The later one wins. Autograd copies
+a gradient that is not contiguous before it views it, so each weight that is viewed and then transposed would have its
+gradient reduced in every backward. No rule for the op, nor any trace of the forward, shows that copy.
+
+**Grouped GEMMs.** ``aten._grouped_mm`` has kernels for fp32 and fp16 too, and refuses them on the meta device, where
+DTensor looks up the shapes of each result.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch._meta_registrations
+from torch.distributed.tensor import DTensor
+
+_GROUPED_MM = "_meta_grouped_mm_common"
+
+
+def mend_torch() -> None:
+    """Mend torch; a second call changes nothing."""
+    rules = DTensor._op_dispatcher.sharding_propagator
+    if torch.ops.aten.clone.default in rules.op_strategy_funcs:
+        rules.op_single_dim_strategy_funcs.pop(torch.ops.aten.clone.default, None)
+    of_bf16 = getattr(torch._meta_registrations, _GROUPED_MM)
+    if not hasattr(of_bf16, "__wrapped__"):
+        setattr(torch._meta_registrations, _GROUPED_MM, _in_any_dtype(of_bf16))
+
+
+def _in_any_dtype(of_bf16: Any) -> Any:
+    @functools.wraps(of_bf16)
+    def grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if mat_a.dtype != mat_b.dtype or mat_a.dtype not in (torch.float32, torch.float16):
+            return of_bf16(mat_a, mat_b, *args, **kwargs)
+        result = of_bf16(mat_a.bfloat16(), mat_b.bfloat16(), *args, **(kwargs | {"out_dtype": None}))
+        return result.to(mat_a.dtype)
+
+    return grouped_mm

@@ -1,0 +1,24 @@
+"""What is mended of torch: each test fails with torch as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from planner.strategies.dtensor_rules import mesh_without_groups
+
+
+def test_the_gradient_of_a_weight_that_is_viewed_and_transposed_stays_partial() -> None:
+    gradient = DTensor.from_local(torch.zeros(8, 16, 4, device="meta"), mesh_without_groups([4]), [Partial()])
+    copied = gradient.transpose(1, 2).reshape(32, 16)  # which copies: it is not contiguous
+    assert copied.placements == (Partial(),)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_grouped_gemms_have_the_same_results_on_meta_as_on_the_cpu(dtype: torch.dtype) -> None:
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    rows, weights = torch.ones(8, 16, dtype=dtype), torch.ones(2, 32, 16, dtype=dtype).transpose(1, 2)
+    computed = torch.nn.functional.grouped_mm(rows, weights, offs=ends)
+    on_meta = torch.nn.functional.grouped_mm(rows.to("meta"), weights.to("meta"), offs=ends.to("meta"))
+    assert (on_meta.shape, on_meta.dtype, on_meta.stride()) == (computed.shape, computed.dtype, computed.stride())
