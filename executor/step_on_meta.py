@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from executor.runtime.run_context import PhaseTracker
 from executor.shard import ForwardObserver, shard_on_meta
 from executor.torch_internals.dtensor import fake_process_group, local_of, make_dtensor
 from planner.errors import PlanError
+from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
@@ -58,17 +59,21 @@ class StepOnMeta:
             self._trace.attach(model)
         return model
 
+    def _values(self) -> AbstractContextManager[Any]:
+        """Return a context with the values that the planner assumed, for a plan with opaque modules."""
+        return AssumedValues() if self._plan.opaque_modules else nullcontext()
+
     def decoding_batch(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the arguments of a decoding step, from those of one token."""
         self._counter = self._new_counter()
-        with self._trace.reported("filling the cache"), self._counter:
+        with self._trace.reported("filling the cache"), self._counter, self._values():
             return _decoding_batch(model, batch, self._plan.job.seq or 0)
 
     def run_micro_batch(self, model: nn.Module, batch: Any, *, forward_only: bool = False) -> Counts:
         """Return the collectives of one micro-batch: of its forward and, in training, its backward."""
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         self._counter = self._new_counter()
-        with self._counter:
+        with self._counter, self._values():
             with self._trace.reported("the forward"), torch.set_grad_enabled(self._plan.job.training):
                 output = model(*args, **kwargs)
             if self._plan.job.training and not forward_only:

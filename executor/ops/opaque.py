@@ -123,14 +123,15 @@ class _OpaqueForward:
             yield list(local.values())
 
     def _on_meta(self, args: Any, kwargs: Any, parameters: Sequence[torch.Tensor]) -> Any:
-        """Return results without values; autograd saves of the arguments what the forward saves."""
+        """Return results without values (`StepOnMeta` assumes some); autograd saves what the forward saves."""
         storages: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storages.add(storage_key(tensor))
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), AssumedValues():
+        AssumedValues.restart_numbers()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(output)
         arguments = tensors_in((args, kwargs))

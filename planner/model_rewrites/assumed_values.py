@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from planner.model_rewrites.tree_paths import tensors_in
 
@@ -91,6 +91,14 @@ class AssumedValues(TorchDispatchMode):
         self._alive: list[torch.UntypedStorage] = []
         self._origins: dict[Any, int] = {}
         self.numbers = AssumedNumbers()
+
+    @staticmethod
+    def restart_numbers() -> None:
+        """Begin again with the numbers that Python reads, in the innermost context."""
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if isinstance(mode, AssumedValues):
+                mode.numbers.restart()
+                return
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -23,6 +23,7 @@ SPLITS = {
     "labels of which one is padding": {"": ""},
     "a branch on a sum": {"": ""},
     "scaled by a buffer": {"scale": ""},
+    "stretched by a mask": {"stretch": ""},
 }
 
 

@@ -142,6 +142,26 @@ class ScaledByStatistics(nn.Module):
         return self.last(self.scale(self.first(x)))
 
 
+class StretchesByAMask(nn.Module):
+    """Stretches what a mask of its own leaves of each sample; nothing can be stretched where it leaves nothing."""
+
+    class Stretch(nn.Module):
+        """Stretches each sample to its whole length."""
+
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            lengths = [3 * int(count) for count in counts]
+            rows = [F.interpolate(row[None, :length].mT, size=6).mT for row, length in zip(x, lengths, strict=True)]
+            return torch.cat(rows)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.stretch, self.last = nn.Linear(16, 16), self.Stretch(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.ones(x.shape[0], dtype=torch.long, device=x.device)
+        return self.last(self.stretch(self.first(x), counts))
+
+
 def _labels(ignored: int = -100) -> Tensor:
     labels = torch.randint(0, 4, (BATCH, 6))
     labels[: BATCH // 2, 2:] = ignored
@@ -165,4 +185,5 @@ VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "labels of which one is padding": lambda: (PaddedLabels(), (torch.randn(BATCH, 6, 16), _labels(4))),
     "a branch on a sum": lambda: (BranchesOnASum(), (torch.randn(BATCH, 16),)),
     "scaled by a buffer": lambda: (ScaledByStatistics(), (torch.randn(BATCH, 16),)),
+    "stretched by a mask": lambda: (StretchesByAMask(), (torch.randn(BATCH, 6, 16),)),
 }
