@@ -22,6 +22,7 @@ from executor.torch_internals.dtensor import (
     local_of,
     spec_of,
     storage_key,
+    view_of_storage,
 )
 
 
@@ -103,6 +104,8 @@ class _SavedView:
     Attributes:
         copy: the copy.
         size, stride, offset: size, stride and storage offset of the local view.
+        dtype: dtype of the view: a complex one may be of a real copy.
+        is_conj, is_neg: whether the view stands for the conjugates, or the negatives, of what is stored.
         spec: spec of the view if it is a DTensor; None for a plain tensor.
     """
 
@@ -110,6 +113,9 @@ class _SavedView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
     spec: TensorSpec | None
 
     @classmethod
@@ -119,9 +125,18 @@ class _SavedView:
         if isinstance(tensor, DTensor):
             local, spec = local_of(tensor), spec_of(tensor)
         return cls(
-            copy=copy, size=tuple(local.shape), stride=local.stride(), offset=int(local.storage_offset()), spec=spec
+            copy=copy,
+            size=tuple(local.shape),
+            stride=local.stride(),
+            offset=int(local.storage_offset()),
+            dtype=local.dtype,
+            is_conj=local.is_conj(),
+            is_neg=local.is_neg(),
+            spec=spec,
         )
 
     def tensor(self) -> torch.Tensor:
-        local = self.copy.local().as_strided(self.size, self.stride, self.offset)
+        local = view_of_storage(self.copy.local(), self.dtype, self.size, self.stride, self.offset)
+        local = local.conj() if self.is_conj else local
+        local = torch._neg_view(local) if self.is_neg else local
         return local if self.spec is None else like_dtensor(local, self.spec)

@@ -91,6 +91,16 @@ def spec_of(tensor: DTensor) -> TensorSpec:
     return tensor._spec
 
 
+def view_of_storage(
+    tensor: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Return a view of the storage of ``tensor``, outside autograd, in ``dtype``, of which all else is counted."""
+    if dtype == tensor.dtype:
+        return tensor.as_strided(size, stride, offset)
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), offset, size, stride)
+
+
 def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks of ``group``, concatenated along ``dim``."""
     return waited(start_all_gather(local, dim, group))

@@ -220,21 +220,24 @@ def _on_cpu(module: nn.Module) -> nn.Module:
     for part in copied.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(_weights(parameter), requires_grad=False)
+                part._parameters[name] = nn.Parameter(_weights(name, parameter), requires_grad=False)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = _random(tuple(buffer.shape), buffer.dtype).abs()
     return copied
 
 
-def _weights(parameter: torch.Tensor) -> torch.Tensor:
-    """Return random weights of the size of trained ones."""
+def _weights(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return random weights of the size of trained ones: those of norms about 1, biases about 0.
+
+    Biases of one sign would outweigh the samples, on which a branch may depend.
+    """
     shape = tuple(parameter.shape)
     if not parameter.is_floating_point() or not shape:
         return _random(shape, parameter.dtype)
     drawn = (*shape[:-1], 1) if parameter.numel() > _MOST_RANDOM else shape
     scale = 1.0 / math.sqrt(shape[-1]) if len(shape) > 1 else 0.1
-    offset = 0.0 if len(shape) > 1 else 1.0
+    offset = 0.0 if len(shape) > 1 or re.search("bias|beta", name) else 1.0
     return (offset + scale * torch.randn(drawn)).expand(shape)
 
 

@@ -47,6 +47,7 @@ RANDOM = (
     "conv1d",
     "GRU with a state",
     "a block in a loop",
+    "complex numbers",
 )
 """Modules that are also run under plans with random layouts, of which each is another combination."""
 

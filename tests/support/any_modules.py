@@ -203,14 +203,17 @@ class Causal(nn.Module):
 
 
 class Complex(nn.Module):
-    """Mixes by a Fourier transform, and turns in the complex plane, with gradients through complex numbers."""
+    """Mixes by a Fourier transform, and turns in the complex plane, by weights that it reads as complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.turns = nn.Parameter(torch.randn(8, 2))
 
     def forward(self, x: Tensor) -> Tensor:
+        turns = torch.view_as_complex(self.turns)
         turned = torch.view_as_complex(self.first(x).unflatten(-1, (8, 2))) * (1 + 2j)
+        turned = turned * turns + turned.conj() * turns.conj()
         mixed = torch.fft.fft(torch.view_as_real(turned).flatten(-2), dim=1).real
         return self.last(mixed)
 

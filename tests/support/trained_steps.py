@@ -70,5 +70,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _difference(ones: Iterable[Tensor], others: Iterable[Tensor]) -> float:
-    pairs = zip(ones, others, strict=True)
-    return max(((_whole(other.detach()) - one.detach()).abs().max().item() for one, other in pairs), default=0.0)
+    pairs = zip(map(_numbers, ones), map(_numbers, others), strict=True)
+    return max(((other - one).abs().max().item() for one, other in pairs), default=0.0)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return the whole of ``tensor``, as numbers that can be subtracted: a buffer may be a mask."""
+    whole = _whole(tensor.detach())
+    return whole.to(torch.promote_types(whole.dtype, torch.float32))

@@ -114,10 +114,11 @@ class BranchesOnASum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.first, self.one, self.other = (nn.Linear(16, 16) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) if x.sum() > 0 else self.other(x)
+        hidden = self.first(x)
+        return self.one(hidden) if hidden.sum() > 0 else self.other(hidden)
 
 
 class ScaledByStatistics(nn.Module):
