@@ -7,6 +7,9 @@ gradient reduced in every backward. No rule for the op, nor any trace of the for
 
 **Grouped GEMMs.** ``aten._grouped_mm`` has kernels for fp32 and fp16 too, and refuses them on the meta device, where
 DTensor looks up the shapes of each result.
+
+**Batch norms.** On the meta device a batch norm divides by n - 1, where n is the number of values per channel, which
+may be 1 in the smallest micro-batch that a search looks at.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import Any
 
 import torch
 import torch._meta_registrations
+from torch._decomp import decompositions
 from torch.distributed.tensor import DTensor
 
 _GROUPED_MM = "_meta_grouped_mm_common"
+_BATCH_NORM = "native_batch_norm_helper"
 
 
 def mend_torch() -> None:
@@ -26,9 +31,11 @@ def mend_torch() -> None:
     rules = DTensor._op_dispatcher.sharding_propagator
     if torch.ops.aten.clone.default in rules.op_strategy_funcs:
         rules.op_single_dim_strategy_funcs.pop(torch.ops.aten.clone.default, None)
-    of_bf16 = getattr(torch._meta_registrations, _GROUPED_MM)
-    if not hasattr(of_bf16, "__wrapped__"):
-        setattr(torch._meta_registrations, _GROUPED_MM, _in_any_dtype(of_bf16))
+    mended = ((torch._meta_registrations, _GROUPED_MM, _in_any_dtype), (decompositions, _BATCH_NORM, _of_one_value))
+    for module, name, mend in mended:
+        function = getattr(module, name)
+        if not hasattr(function, "__wrapped__"):
+            setattr(module, name, mend(function))
 
 
 def _in_any_dtype(of_bf16: Any) -> Any:
@@ -40,3 +47,16 @@ def _in_any_dtype(of_bf16: Any) -> Any:
         return result.to(mat_a.dtype)
 
     return grouped_mm
+
+
+def _of_one_value(of_many: Any) -> Any:
+    @functools.wraps(of_many)
+    def batch_norm(
+        input: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *args: Any
+    ) -> Any:
+        if not training or input.numel() > input.shape[1]:
+            return of_many(input, weight, bias, mean, variance, training, *args)
+        results = of_many(input, weight, bias, None, None, training, *args)
+        return (*results[:3], mean, variance)
+
+    return batch_norm

@@ -33,16 +33,20 @@ class Blocks:
 def find_blocks(regions: RegionGraph, known_lists: AbstractSet[str] = frozenset()) -> Blocks:
     """Return the blocks: children of a numbered list that hold parameters, where at least two are in the list.
 
+    A block is called: not a list in a list, nor a module whose ``forward`` the model calls by itself, past the hooks
+    that gather an FSDP group.
+
     Args:
         known_lists: patterns of lists that count as such even with one block. A pipeline stage has a part of the
             model's blocks, and takes the lists of the whole model.
     """
+    called = {call.fqn for call in regions.graph.calls}
     of_region: dict[int, str] = {}
     classes: dict[str, list[int]] = defaultdict(list)
     with_parameters: set[str] = set()
     for region in regions.regions:
         block = block_of(region.fqn)
-        if block is None:
+        if block is None or block not in called:
             continue
         of_region[region.index] = block
         classes[block].append(regions.class_of[region.index])

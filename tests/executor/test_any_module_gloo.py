@@ -76,3 +76,10 @@ def test_plans_are_verified(name: str) -> None:
     assert plan.verification.outcome == "as-planned"
     assert plan.solver is not None
     assert plan.solver.name == "ilp"
+
+
+def test_what_is_not_called_has_no_fsdp_group() -> None:
+    plan = plan_of("lists of lists", "fully-sharded")
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+    assert not plan.fully_shard

@@ -218,6 +218,23 @@ class Complex(nn.Module):
         return self.last(mixed)
 
 
+class ListsOfLists(nn.Module):
+    """Stages of blocks, of which the inner lists are never called; the blocks of one are called past their hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for _ in range(2))
+        self.last = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for block in stage:
+                x = block(x).tanh()
+        for block in self.last:
+            x = block.forward(x).tanh()
+        return x
+
+
 class Gaussian(nn.Module):
     """Samples nothing, but has a distribution, which checks its arguments."""
 
@@ -349,6 +366,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     ),
     "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
+    "lists of lists": lambda: (ListsOfLists(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),
     "a layer without a gradient": lambda: (Skips(), (_rows(4, 16),)),
     "a tensor that a child fills": lambda: (Filled(), (_rows(4, 16),)),

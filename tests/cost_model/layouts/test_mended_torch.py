@@ -22,3 +22,12 @@ def test_grouped_gemms_have_the_same_results_on_meta_as_on_the_cpu(dtype: torch.
     computed = torch.nn.functional.grouped_mm(rows, weights, offs=ends)
     on_meta = torch.nn.functional.grouped_mm(rows.to("meta"), weights.to("meta"), offs=ends.to("meta"))
     assert (on_meta.shape, on_meta.dtype, on_meta.stride()) == (computed.shape, computed.dtype, computed.stride())
+
+
+def test_a_batch_norm_of_one_value_per_channel_has_a_shape_on_meta() -> None:
+    norm = torch.nn.BatchNorm2d(4, device="meta")
+    sample = torch.zeros(1, 4, 1, 1, device="meta")
+    normalized = torch.batch_norm(
+        sample, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5, False
+    )
+    assert normalized.shape == sample.shape
