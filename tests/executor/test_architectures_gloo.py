@@ -1,4 +1,4 @@
-"""Real architectures, small, with what is particular to them: each trains on four processes as the unsharded model."""
+"""Real architectures, small, with what is particular to them, and modules of many kinds: each trains as unsharded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from covered.coverage import BATCH, CLUSTER, MESH, cases
+from covered.plain_modules import PLAIN
 from support.gloo import GlooRanks
 from support.trained_steps import Errors, errors_in_steps
 from torch import nn
@@ -20,9 +21,16 @@ pytestmark = pytest.mark.slow
 
 COVERED = (
     *("gemma3_text", "qwen3_next", "mamba2", "jamba", "gpt_oss", "nemotron_h", "deepseek_v2", "whisper", "llava"),
-    *("convnext", "swin", "bart", "albert", "Transformer", "DLRM with bags", "LoRA", "experts by boolean index"),
+    *("convnext", "swin", "bart", "albert"),
 )
 """Of `covered.coverage`."""
+
+NOT_COMPARED = {
+    *("embedding with max_norm", "embedding with sparse gradient", "autocast inside forward", "torch.jit.script"),
+    "lazy layers, not initialised",  # they get their parameters in the first call
+    "variational autoencoder",  # samples
+}
+"""Plain modules that are refused, or have no unsharded run to compare with."""
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -80,15 +88,13 @@ def check(ranks: GlooRanks, name: str, mesh: str) -> None:
     model, inputs = made(name)
     options: dict[str, Any] = {"cluster": CLUSTER, "mesh": mesh, "dtype": "fp32", "micro_batches": 1, "tolerance": 0.0}
     plan = build_plan(model, example_inputs=inputs, **options)
-    assert plan.solver is not None
-    assert plan.solver.name == "ilp"
     (found, *_) = ranks.call(errors, name, plan.to_dict())
     assert found.loss < 1e-5
     assert found.parameter < 1e-5
     assert found.buffer < 1e-5
 
 
-@pytest.mark.parametrize("name", COVERED)
+@pytest.mark.parametrize("name", [*COVERED, *(case.name for case in PLAIN if case.name not in NOT_COMPARED)])
 def test_an_architecture_trains_as_unsharded(ranks: GlooRanks, name: str) -> None:
     check(ranks, name, MESH)
 
