@@ -22,7 +22,6 @@ from executor.torch_internals.dtensor import (
     local_of,
     spec_of,
     storage_key,
-    view_of_storage,
 )
 
 
@@ -136,7 +135,13 @@ class _SavedView:
         )
 
     def tensor(self) -> torch.Tensor:
-        local = view_of_storage(self.copy.local(), self.dtype, self.size, self.stride, self.offset)
+        local = self.copy.local()
+        if self.dtype == local.dtype:
+            local = local.as_strided(self.size, self.stride, self.offset)
+        else:
+            storage = local.untyped_storage()
+            local = torch.empty(0, dtype=self.dtype, device=local.device)
+            local.set_(storage, self.offset, self.size, self.stride)
         local = local.conj() if self.is_conj else local
         local = torch._neg_view(local) if self.is_neg else local
         return local if self.spec is None else like_dtensor(local, self.spec)

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from cost_model.layouts.layout import Layout
 from cost_model.layouts.mended_torch import mend_torch
 
 mend_torch()
-
 TensorSpec = DTensorSpec
 _Wrapper = TypeVar("_Wrapper", bound=DTensor)
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -91,16 +90,6 @@ def spec_of(tensor: DTensor) -> TensorSpec:
     return tensor._spec
 
 
-def view_of_storage(
-    tensor: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
-) -> torch.Tensor:
-    """Return a view of the storage of ``tensor``, outside autograd, in ``dtype``, of which all else is counted."""
-    if dtype == tensor.dtype:
-        return tensor.as_strided(size, stride, offset)
-    view = torch.empty(0, dtype=dtype, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), offset, size, stride)
-
-
 def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the tensors of all ranks of ``group``, concatenated along ``dim``."""
     return waited(start_all_gather(local, dim, group))
@@ -108,20 +97,17 @@ def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 def start_all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the result of ``all_gather``, which may still be running: see ``waited``."""
-    result: torch.Tensor = funcol.all_gather_single(local.contiguous(), dim, group)
-    return result
+    return cast(torch.Tensor, funcol.all_gather_single(local.contiguous(), dim, group))
 
 
 def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Return this rank's shard along ``dim`` of the sum (or ``reduce_op``) over ranks, which may still be running."""
-    result: torch.Tensor = funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group)
-    return result
+    return cast(torch.Tensor, funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group))
 
 
 def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum (or ``reduce_op``) over ranks, which may still be running; ``local`` is not changed."""
-    result: torch.Tensor = funcol.all_reduce(local.contiguous(), reduce_op, group)
-    return result
+    return cast(torch.Tensor, funcol.all_reduce(local.contiguous(), reduce_op, group))
 
 
 def all_to_all(
