@@ -97,7 +97,7 @@ def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 def start_all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the result of ``all_gather``, which may still be running: see ``waited``."""
-    return cast(torch.Tensor, funcol.all_gather_single(local.contiguous(), dim, group))
+    return funcol.all_gather_single(local.contiguous(), dim, group)
 
 
 def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
