@@ -42,11 +42,12 @@ SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "max_position_embeddings": 64,
 }
+SIX_HEADS = SIZES | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
 UNEVEN: Mapping[str, tuple[int, Callable[[], Any]]] = {
     "vocabulary of 257": (BATCH, lambda: transformers.LlamaConfig(**SIZES | {"vocab_size": 257})),
     "6 heads": (
         BATCH,
-        lambda: transformers.LlamaConfig(**SIZES | {"num_attention_heads": 6, "num_key_value_heads": 6}),
+        lambda: transformers.LlamaConfig(**SIX_HEADS),
     ),
     "2 key-value heads": (BATCH, lambda: transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 2})),
     "3 rows": (3, lambda: transformers.LlamaConfig(**SIZES)),
