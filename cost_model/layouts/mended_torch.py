@@ -22,12 +22,16 @@ import torch._meta_registrations
 from torch._decomp import decompositions
 from torch.distributed.tensor import DTensor
 
+_VERSION = "2.13."
+"""What is mended are private functions of this release. `planner.strategies.dtensor_rules` refuses any other."""
 _GROUPED_MM = "_meta_grouped_mm_common"
 _BATCH_NORM = "native_batch_norm_helper"
 
 
 def mend_torch() -> None:
-    """Mend torch; a second call changes nothing."""
+    """Mend torch 2.13; a second call changes nothing, nor does one with another torch."""
+    if not torch.__version__.startswith(_VERSION):
+        return
     rules = DTensor._op_dispatcher.sharding_propagator
     if torch.ops.aten.clone.default in rules.op_strategy_funcs:
         rules.op_single_dim_strategy_funcs.pop(torch.ops.aten.clone.default, None)

@@ -135,13 +135,9 @@ class _SavedView:
         )
 
     def tensor(self) -> torch.Tensor:
-        local = self.copy.local()
-        if self.dtype == local.dtype:
-            local = local.as_strided(self.size, self.stride, self.offset)
-        else:
-            storage = local.untyped_storage()
-            local = torch.empty(0, dtype=self.dtype, device=local.device)
-            local.set_(storage, self.offset, self.size, self.stride)
+        copy = self.copy.local()
+        local = torch.empty(0, dtype=self.dtype, device=copy.device)
+        local.set_(copy.untyped_storage(), self.offset, self.size, self.stride)
         local = local.conj() if self.is_conj else local
-        local = torch._neg_view(local) if self.is_neg else local
+        local = -local if self.is_neg else local
         return local if self.spec is None else like_dtensor(local, self.spec)

@@ -11,6 +11,7 @@ import transformers
 from covered.coverage import BATCH, CLUSTER, MESH, cases
 from covered.plain_modules import PLAIN
 from support.gloo import GlooRanks
+from support.small_models import EIGHT_HEADS
 from support.trained_steps import Errors, errors_in_steps
 from torch import nn
 
@@ -32,26 +33,16 @@ NOT_COMPARED = {
 }
 """Plain modules that are refused, or have no unsharded run to compare with."""
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 256,
-    "max_position_embeddings": 64,
-}
-SIX_HEADS = SIZES | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
+SIX_HEADS = EIGHT_HEADS | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
 UNEVEN: Mapping[str, tuple[int, Callable[[], Any]]] = {
-    "vocabulary of 257": (BATCH, lambda: transformers.LlamaConfig(**SIZES | {"vocab_size": 257})),
+    "vocabulary of 257": (BATCH, lambda: transformers.LlamaConfig(**EIGHT_HEADS | {"vocab_size": 257})),
     "6 heads": (
         BATCH,
         lambda: transformers.LlamaConfig(**SIX_HEADS),
     ),
-    "2 key-value heads": (BATCH, lambda: transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 2})),
-    "3 rows": (3, lambda: transformers.LlamaConfig(**SIZES)),
-    "6 experts": (BATCH, lambda: transformers.MixtralConfig(**SIZES, num_local_experts=6)),
+    "2 key-value heads": (BATCH, lambda: transformers.LlamaConfig(**EIGHT_HEADS | {"num_key_value_heads": 2})),
+    "3 rows": (3, lambda: transformers.LlamaConfig(**EIGHT_HEADS)),
+    "6 experts": (BATCH, lambda: transformers.MixtralConfig(**EIGHT_HEADS, num_local_experts=6)),
 }
 """Name -> samples, and a config with a dim that four ranks do not divide."""
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.executor_cases import VOCAB, make_batch, make_model
+from support.executor_cases import make_batch, make_model
 from support.gloo import run_on_gloo
+from support.small_models import EIGHT_HEADS
 from support.unsharded import differences
 from torch import nn
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -20,23 +21,13 @@ from planner.imported.distributed_config import plan_from_distributed_config
 from planner.imported.tp_plans import plan_from_tp_plan
 from planner.plan.sharding_plan import PlanMesh
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-}
-
 
 def family(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8)).train()
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**EIGHT_HEADS)).train()
     if name == "phi3":
-        config = transformers.Phi3Config(**SIZES, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0)
+        config = transformers.Phi3Config(**EIGHT_HEADS, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0)
         return transformers.Phi3ForCausalLM(config).train()
     return make_model(name)
 

@@ -15,6 +15,18 @@ TINY_LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+EIGHT_HEADS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+"""Fields of a config whose heads four ranks divide."""
+
 TINY_REQUEST: dict[str, Any] = {
     "model": {"hf_config": dict(TINY_LLAMA)},
     "cluster": "1x4xtoy",

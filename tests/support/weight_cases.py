@@ -15,7 +15,6 @@ from support.executor_cases import (
     S0,
     S1,
     S2,
-    VOCAB,
     Case,
     P,
     R,
@@ -27,6 +26,7 @@ from support.executor_cases import (
     with_fsdp_groups,
 )
 from support.fsdp_cases import BERT, GPT2, T5
+from support.small_models import EIGHT_HEADS
 from torch import nn
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -34,15 +34,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner.plan.sharding_plan import Port, ShardingPlan
 
-QWEN = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
+QWEN = EIGHT_HEADS | {
     "tie_word_embeddings": True,
 }
 

@@ -17,29 +17,11 @@ from support.small_models import TINY_LLAMA
 from typer.testing import CliRunner, Result
 
 from api.cli.main import app
-from planner import PlanningSession
 from planner.plan.sharding_plan import CollectiveEstimate, ShardingPlan
 
 TINY = ["--cluster", "1x4xtoy", "--mesh", "dp=2,tp=2", "--batch", "8", "--seq", "32", "--dtype", "fp32"]
 QUICK = ["--micro-batches", "1", "--ac", "none"]
 EXACT = ["--tolerance", "0"]
-FACTORY = """
-import torch
-from torch import nn
-
-
-class Regressor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
-
-    def forward(self, x):
-        return self.body(x).square().mean()
-
-
-def mlp(batch):
-    return Regressor(), (torch.zeros(batch, 256),)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -314,58 +296,6 @@ def test_verify_objects_to_an_edited_plan(planned: Planned, tmp_path: Path) -> N
     assert difference["expected"] == difference["observed"] + 1
 
 
-UNRUNNABLE = """
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-
-class Layer(nn.Linear):
-    def forward(self, x):
-        if isinstance(self.weight, DTensor) or isinstance(x, DTensor):
-            return super().forward(x).view(3)
-        return super().forward(x)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = Layer(256, 1024)
-
-    def forward(self, x):
-        return self.layer(x).square().mean()
-
-
-def model(batch):
-    return Model(), (torch.zeros(batch, 256),)
-"""
-
-
-def test_a_plan_that_does_not_run_has_exit_code_4_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unrunnable.py").write_text(UNRUNNABLE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    from unrunnable import model  # type: ignore[import-not-found]
-
-    job = ["--cluster", "1x4xtoy", "--mesh", "dp=2,tp=2", "--batch", "64", "--dtype", "fp32", *QUICK]
-    refused = run("plan", "unrunnable:model", *job, "-o", "plan.json")
-    assert refused.exit_code == 4, refused.output
-    assert not (tmp_path / "plan.json").exists()
-    module, inputs = model(64)
-    options = {"cluster": "1x4xtoy", "dtype": "fp32", "micro_batches": 1, "ac": "none"}
-    PlanningSession(module, example_inputs=inputs, **options).plan(mesh="dp=2,tp=2").save("plan.json")
-    result = run("verify", "unrunnable:model", "plan.json")
-    assert result.exit_code == 4, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("shardplan: the plan does not run: layer (Layer) fails, at aten.")
-    as_json = run("verify", "unrunnable:model", "plan.json", "--json")
-    assert as_json.exit_code == 4
-    problem = json.loads(as_json.stdout)["error"]
-    assert problem["type"] == "urn:shardplan:run-error"
-    assert (problem["status"], problem["module"]) == (422, "layer")
-
-
 def test_estimate_of_a_configuration_by_its_degrees() -> None:
     """Degrees that the executor cannot run are priced all the same, as text and as JSON."""
     options = ["--cluster", "16x8xh100-sxm-80gb", "--mesh", "fsdp=2,tp=8,pp=8", "--micro-batch", "1", "--batch", "64"]
@@ -400,19 +330,3 @@ def test_batch_that_data_parallelism_cannot_divide_is_bad_input(config: str) -> 
     result = run("plan", config, *cluster, *QUICK, "--planner", "data-parallel")
     assert result.exit_code == 2, result.output
     assert "a batch of 6 does not divide over 4 devices" in result.stderr
-
-
-def test_function_that_returns_a_module_is_planned_and_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_models.py").write_text(FACTORY)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    cluster = ["--cluster", "1x4xh100-sxm-80gb", "--mesh", "dp=4", "--batch", "64"]
-    made = run("plan", "my_models:mlp", *cluster, "--micro-batches", "2", "-o", "plan.json", "--json")
-    assert made.exit_code == 0, made.output
-    data = json.loads(made.stdout)
-    assert (data["job"]["dtype"], data["job"]["batch"], data["micro_batches"]) == ("bf16", 64, 2)
-    verified = run("verify", "my_models:mlp", "plan.json")
-    assert verified.exit_code == 0, verified.output
-    assert verified.stdout.startswith("Verified")
