@@ -30,6 +30,7 @@ NOT_COMPARED = {
     *("embedding with max_norm", "embedding with sparse gradient", "autocast inside forward", "torch.jit.script"),
     "lazy layers, not initialised",  # they get their parameters in the first call
     "variational autoencoder",  # samples
+    "bfloat16 module",  # of which one step rounds to 1/256
 }
 """Plain modules that are refused, or have no unsharded run to compare with."""
 
@@ -45,6 +46,9 @@ UNEVEN: Mapping[str, tuple[int, Callable[[], Any]]] = {
     "6 experts": (BATCH, lambda: transformers.MixtralConfig(**EIGHT_HEADS, num_local_experts=6)),
 }
 """Name -> samples, and a config with a dim that four ranks do not divide."""
+
+LR = 1e-3
+"""At 1e-2 the unsharded U-Net, trained in fp32 and in fp64, differs by 1.3e-3 after three steps; at 1e-3 by 1.5e-7."""
 
 
 def made(name: str) -> tuple[nn.Module, Any]:
@@ -67,7 +71,7 @@ def made(name: str) -> tuple[nn.Module, Any]:
 
 
 def errors(rank: int, name: str, plan: dict[str, Any]) -> Errors:
-    return errors_in_steps(ShardingPlan.from_dict(plan), lambda: made(name))
+    return errors_in_steps(ShardingPlan.from_dict(plan), lambda: made(name), LR)
 
 
 @pytest.fixture(scope="module")

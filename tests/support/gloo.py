@@ -60,9 +60,10 @@ def run_on_gloo(
             arguments = (source, world_size, folder, timeout_s, call)
             mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method="forkserver")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            # A failing rank makes the others fail too, with less to say: the first to fail has the cause.
-            failed = sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-            failed += [path for path in Path(folder).glob("crash-*") if path.stat().st_size]
+            # A failing rank makes the others fail too, with less to say. One that died of a signal has the cause, or else
+            # the first to fail.
+            failed = [path for path in Path(folder).glob("crash-*") if path.stat().st_size]
+            failed += sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
             cause = f"{failed[0].name}:\n{failed[0].read_text()}" if failed else str(error)
             raise RankError(cause) from None
         # Our own pickles, written by the processes above.

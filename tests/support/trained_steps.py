@@ -26,16 +26,17 @@ class Errors(NamedTuple):
     buffer: float
 
 
-def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, Any]]) -> Errors:
+def errors_in_steps(plan: ShardingPlan, make: Callable[[], tuple[nn.Module, Any]], lr: float = 1e-2) -> Errors:
     """Return the errors of a module under ``plan`` against the unsharded one.
 
     Args:
         make: returns the module and its arguments (a tuple or a dict), equal ones each time.
+        lr: learning rate of AdamW.
     """
     (reference, inputs), (model, _) = make(), make()
     mesh = device_mesh_for(plan, device_type="cpu")
     shard_module(model, mesh, plan)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (reference, model)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=lr, eps=1e-4) for each in (reference, model)]
     worst = Errors(0.0, 0.0, 0.0)
     for _ in range(STEPS):
         loss, expected = _loss(_called(model, local_batch(inputs, mesh, plan))), _loss(_called(reference, inputs))
