@@ -60,8 +60,8 @@ def run_on_gloo(
             arguments = (source, world_size, folder, timeout_s, call)
             mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method="forkserver")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            # A failing rank makes the others fail too, with less to say: the cause is with one that died of a signal, or
-            # with the first to fail.
+            # A failing rank makes the others fail too, with less to say: the cause is with one that died of a signal,
+            # or with the first to fail.
             failed = [path for path in Path(folder).glob("crash-*") if path.stat().st_size]
             failed += sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
             cause = f"{failed[0].name}:\n{failed[0].read_text()}" if failed else str(error)
