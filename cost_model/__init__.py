@@ -24,14 +24,12 @@ from cost_model.kernels.attention import attention_flops, attention_time_s
 from cost_model.kernels.compute import dtype_nbytes, elementwise_time_s, op_time_s
 from cost_model.kernels.gemm import gemm_flops, gemm_time_s, grouped_gemm_time_s
 from cost_model.kernels.optimizer_memory import (
-    OPTIMIZERS,
-    OptimizerSpec,
-    optimizer_step_time_s,
-    optimizer_time_per_parameter_s,
+    optimizer_update_s,
     parameter_state_bytes,
     reserve_by_role,
     reserve_bytes,
 )
+from cost_model.kernels.optimizers import OPTIMIZERS, OptimizerSpec
 
 __all__ = [
     "OPTIMIZERS",
@@ -57,8 +55,7 @@ __all__ = [
     "gemm_time_s",
     "grouped_gemm_time_s",
     "op_time_s",
-    "optimizer_step_time_s",
-    "optimizer_time_per_parameter_s",
+    "optimizer_update_s",
     "parameter_state_bytes",
     "reserve_by_role",
     "reserve_bytes",

@@ -8,14 +8,16 @@ from api.render.axis_roles import useful_devices
 from api.render.run_cost import cluster_of, device_word, run_cost_line
 from api.render.text import duration, fold, labelled, percent, significant, size, with_band
 from api.requests.run_cost import RunCost
-from cost_model import ClusterSpec
+from cost_model import OPTIMIZERS, ClusterSpec
 from planner.plan.sharding_plan import Estimate, Job, ShardingPlan
 from planner.plan.stated_errors import stated_error
 
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "sgd-momentum": "SGD with momentum"}
-"""Name of an optimizer in a job -> its name in text; others are printed as they are."""
-
-LOUD_NOTES = ("forward returns no loss", "a pipeline cannot be run", "the plan assumes async")
+LOUD_NOTES = (
+    "forward returns no loss",
+    "a pipeline cannot be run",
+    "the plan assumes async",
+    "shard_module does not run",
+)
 """Beginnings of the notes that say that a plan, or its figures, are not what one would take them for."""
 
 _STREAMING = 0.5
@@ -101,7 +103,7 @@ def _job(job: Job) -> str:
         parts.append(f"{job.batch:,} sequences with {job.seq:,} tokens in the cache")
     elif job.batch is not None:
         parts.append((f"{job.batch:,} x {job.seq:,} tokens" if job.seq else f"{job.batch:,} samples") + " a step")
-    parts += [job.dtype, *([OPTIMIZERS.get(job.optimizer, job.optimizer)] if job.training else [])]
+    parts += [job.dtype, *([OPTIMIZERS[job.optimizer].title] if job.training else [])]
     return ", ".join(parts)
 
 

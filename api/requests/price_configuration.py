@@ -26,11 +26,11 @@ from cost_model.configuration.implementation import (
     TensorParallelOptions,
 )
 from cost_model.configuration.memory import ROLES, StepMemory, step_memory
-from cost_model.configuration.optimizer_states import optimizer_state_nbytes
 from cost_model.configuration.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from cost_model.configuration.step import StepTime, step_time
 from cost_model.configuration.transformer import Experts, MultiHeadLatentAttention, TransformerSpec
 from cost_model.hardware.cluster import ClusterError, ClusterSpec
+from cost_model.kernels.optimizers import find_optimizer
 from planner.errors import ClusterInputError, JobError, MeshError, ModelError
 
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
@@ -279,7 +279,7 @@ def _implementation(optimizer: str, *, compiled: bool, architecture: str) -> Imp
         ),
         tensor_parallel=TensorParallelOptions(copies=True),
         data_parallel=DataParallelOptions(reduces_each_micro_batch=True),  # fully_shard does
-        state=StateOptions(optimizer_nbytes=optimizer_state_nbytes(optimizer)),
+        state=StateOptions(optimizer_nbytes=_state_nbytes_per_parameter(optimizer)),
         loss=LossOptions(
             logit_nbytes=4.0 if compiled else EAGER_LOGIT_NBYTES,
             logit_hole_nbytes=0.0 if compiled else 2.0,
@@ -288,6 +288,13 @@ def _implementation(optimizer: str, *, compiled: bool, architecture: str) -> Imp
         saving=SavingOptions(recomputes_elementwise=compiled),
         allocator=AllocatorOptions(gather_stream=True, reduce_stream=True),
     )
+
+
+def _state_nbytes_per_parameter(optimizer: str) -> float:
+    """Return the bytes of state for a parameter of a matrix of the usual size, which is inside a block."""
+    shape = (4096, 4096)
+    numel = math.prod(shape)
+    return find_optimizer(optimizer).state_nbytes(numel, 4, shape=shape, in_block=True) / numel
 
 
 def _choice(value: str, options: tuple[str, ...], name: str) -> Any:

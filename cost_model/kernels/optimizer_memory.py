@@ -5,11 +5,11 @@ Activations and communication buffers depend on the graph; the planner counts th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from cost_model.hardware.devices import DeviceSpec
-from cost_model.hardware.reading import ClusterError, close_matches
 from cost_model.kernels.compute import dtype_nbytes, stream_bytes_per_s
+from cost_model.kernels.optimizers import find_optimizer
 
 CONTEXT_BYTES = 800_000_000
 """Bytes of the CUDA context and the kernels of one PyTorch process: 781 MB (pytorch issue #34323, 2020). Assumed equal
@@ -30,45 +30,6 @@ RESERVE_ROLES = ("allocator", "context")
 """Roles of the bytes that a plan reserves beyond its tensors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSpec:
-    """The states of an optimizer.
-
-    Attributes:
-        states: number of state values per parameter, each in the master dtype.
-        source: the names of the states, and the class that defines them.
-    """
-
-    name: str
-    states: int
-    source: str
-
-
-OPTIMIZERS = {
-    spec.name: spec
-    for spec in (
-        OptimizerSpec(name="adamw", states=2, source="exp_avg, exp_avg_sq: torch.optim.AdamW"),
-        OptimizerSpec(name="adam", states=2, source="exp_avg, exp_avg_sq: torch.optim.Adam"),
-        OptimizerSpec(name="adagrad", states=1, source="sum: torch.optim.Adagrad"),
-        OptimizerSpec(name="sgd", states=0, source="torch.optim.SGD, momentum=0"),
-        OptimizerSpec(name="sgd-momentum", states=1, source="momentum_buffer: torch.optim.SGD"),
-    )
-}
-
-
-def find_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer called ``name``, whose case does not matter.
-
-    Raises:
-        ClusterError: no optimizer has this name; the message lists all names.
-    """
-    if name.lower() not in OPTIMIZERS:
-        near = close_matches(name.lower(), OPTIMIZERS)
-        question = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ClusterError(f"unknown optimizer {name!r}; {question}known: {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name.lower()]
-
-
 def parameter_state_bytes(
     numel_local: int,
     *,
@@ -77,36 +38,41 @@ def parameter_state_bytes(
     master_dtype: str = "fp32",
     gradient_dtype: str = "fp32",
     training: bool = True,
-) -> dict[str, int]:
-    """Return the bytes of ``numel_local`` parameters between steps, by role.
+    shape: Sequence[int] | None = None,
+    in_block: bool = False,
+) -> dict[str, float]:
+    """Return the bytes of one parameter between steps, by role.
 
-    Mixed precision with AdamW takes 18 bytes per parameter: 2 parameter, 4 gradient, 4 master copy, 8 states
+    Mixed precision with AdamW takes 18 bytes per element: 2 parameter, 4 gradient, 4 master copy, 8 states
     (Rajbhandari et al., ZeRO, 2020, section 3.1, counts 16 with 2 bytes of gradient). The master copy counts as
     optimizer state. It exists if ``master_dtype`` differs from ``dtype``.
 
     Args:
         numel_local: elements on this device.
-        optimizer: a name in ``OPTIMIZERS``.
+        optimizer: a name in ``optimizers.OPTIMIZERS``.
         dtype: dtype of the parameters.
         master_dtype: dtype of the optimizer's master copy and states.
         gradient_dtype: dtype in which gradients are accumulated.
         training: whether there are gradients and optimizer state.
+        shape, in_block: of the parameter, for optimizers that treat matrices in their own way
+            (`OptimizerSpec.state_nbytes`).
 
     Returns:
         ``parameters``, ``gradients`` and ``optimizer_state``.
     """
     if numel_local < 0:
         raise ValueError(f"numel_local is {numel_local}; give 0 or more")
-    spec = find_optimizer(optimizer)
-    master_values = spec.states + (dtype != master_dtype)
+    spec, master_nbytes = find_optimizer(optimizer), dtype_nbytes(master_dtype)
+    states = spec.state_nbytes(numel_local, master_nbytes, shape=shape, in_block=in_block)
+    master_copy = numel_local * master_nbytes if dtype != master_dtype else 0
     return {
-        "parameters": numel_local * dtype_nbytes(dtype),
-        "gradients": numel_local * dtype_nbytes(gradient_dtype) if training else 0,
-        "optimizer_state": numel_local * master_values * dtype_nbytes(master_dtype) if training else 0,
+        "parameters": float(numel_local * dtype_nbytes(dtype)),
+        "gradients": float(numel_local * dtype_nbytes(gradient_dtype)) if training else 0.0,
+        "optimizer_state": states + master_copy if training else 0.0,
     }
 
 
-def optimizer_step_time_s(
+def optimizer_update_s(
     numel_local: int,
     *,
     device: DeviceSpec,
@@ -114,31 +80,25 @@ def optimizer_step_time_s(
     dtype: str = "bf16",
     master_dtype: str = "fp32",
     gradient_dtype: str = "fp32",
+    shape: Sequence[int] | None = None,
+    in_block: bool = False,
 ) -> float:
-    """Return the seconds of a fused optimizer step over ``numel_local`` parameters, limited by memory; 0.0 for none.
+    """Return the seconds of a fused optimizer's update of one parameter, limited by memory, without the launch.
+
+    The update reads the gradient, reads and writes the states and the master copy, and writes the parameter. If the
+    dtypes are equal, the parameter is the master copy. Muon's orthogonalization is not part of it.
 
     Known error: an unfused step (``foreach``) passes over memory several times and takes about three times as long.
+
+    Args:
+        shape, in_block: as in `parameter_state_bytes`.
     """
     if numel_local < 0:
         raise ValueError(f"numel_local is {numel_local}; give 0 or more")
-    if numel_local == 0:
-        return 0.0
-    each = optimizer_time_per_parameter_s(
-        device=device, optimizer=optimizer, dtype=dtype, master_dtype=master_dtype, gradient_dtype=gradient_dtype
-    )
-    return numel_local * each + device.kernel_launch_s
-
-
-def optimizer_time_per_parameter_s(
-    *, device: DeviceSpec, optimizer: str, dtype: str, master_dtype: str, gradient_dtype: str
-) -> float:
-    """Return the seconds of a fused optimizer step per parameter, without the launch.
-
-    The step reads the gradient, reads and writes the states and the master copy, and writes the parameter. If the
-    dtypes are equal, the parameter is the master copy.
-    """
-    updated = (find_optimizer(optimizer).states + 1) * dtype_nbytes(master_dtype)
-    nbytes = dtype_nbytes(gradient_dtype) + 2 * updated + (dtype_nbytes(dtype) if dtype != master_dtype else 0)
+    master_nbytes = dtype_nbytes(master_dtype)
+    states = find_optimizer(optimizer).state_nbytes(numel_local, master_nbytes, shape=shape, in_block=in_block)
+    written = numel_local * dtype_nbytes(dtype) if dtype != master_dtype else 0
+    nbytes = numel_local * dtype_nbytes(gradient_dtype) + 2 * (states + numel_local * master_nbytes) + written
     return nbytes / stream_bytes_per_s(device)
 
 

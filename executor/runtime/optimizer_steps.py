@@ -30,6 +30,8 @@ _ON_SHARDS = {
     "SparseAdam": "gradients of sharded parameters are dense",
 }
 """Name of an optimizer that DTensor does not run on shards -> why. Optimizers of other packages have the same names."""
+_NOT_ON_DTENSOR = {"bitsandbytes": "its kernels take plain tensors. torchao.optim.AdamW8bit has the same states"}
+"""Package of optimizers that no parameter of a sharded module can be given to -> why."""
 _FUSED = {"SGD", "Adagrad"}
 """Optimizers whose fused kernels DTensor has no rule for."""
 _FOREACH = {"Rprop"}
@@ -94,7 +96,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise RunError if DTensor does not run ``optimizer`` as it is set up."""
-    name = type(optimizer).__name__
+    name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+    if package in _NOT_ON_DTENSOR:
+        detail = f"{name} of {package} does not run on the parameters of a sharded module: {_NOT_ON_DTENSOR[package]}."
+        raise RunError(detail, what_to_do=_ELEMENTWISE)
     for group in optimizer.param_groups:
         is_sharded = any(
             isinstance(parameter, DTensor) and any(not place.is_replicate() for place in parameter.placements)

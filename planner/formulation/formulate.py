@@ -66,13 +66,14 @@ class Formulator:
         self._table = table
         self._mesh = pricer.run.mesh.shape
         self._ports = pricer.redistribution_pricer.ports
-        self.parameter_pricer = ParameterPricer(pricer.run, pricer.redistribution_pricer)
+        graph = structure.regions.graph
+        self.parameter_pricer = ParameterPricer(pricer.run, pricer.redistribution_pricer, graph.parameters)
         overlapped = pricer.run.job.async_tp and pricer.run.cluster.device.overlaps
         self._products = AdjacentGemmFinder(structure, pricer.run) if overlapped else None
         self.fsdp_variables = FsdpVariables(
             structure, FsdpGroupPricer(pricer.run, pricer.redistribution_pricer), self._mesh
         )
-        self._zigzag_length = zigzag_length(structure.regions.graph)
+        self._zigzag_length = zigzag_length(graph)
 
     def build(
         self,
@@ -220,15 +221,14 @@ class Formulator:
 
     def constant(self) -> Charge:
         """Return the charge of every assignment: number of passes, reserved bytes, and saved plain tensors."""
-        structure = self._structure
-        saved = {name for profile in structure.profile.ops.values() for name in profile.saved}
-        values = structure.regions.graph.values
-        plain = sum(values[name].nbytes for name in saved if values[name].kind == "plain")
-        run = self.pricer.run
+        structure, run = self._structure, self.pricer.run
+        saved = {structure.regions.graph.values[name] for op in structure.profile.ops.values() for name in op.saved}
+        plain = sum(value.nbytes for value in saved if value.kind == "plain")
         return {
             PASSES: float(run.passes),
             **{persistent(role): float(nbytes) for role, nbytes in reserve_by_role(run.cluster.device).items()},
             persistent("activations"): float(plain * run.in_flight if run.job.training else 0),
+            **self.parameter_pricer.optimizer.workspace(map(self.value_of, structure.parameters)),
         }
 
     # --- edges ---------------------------------------------------------------------------------------------------

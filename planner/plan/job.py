@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from cost_model.hardware.reading import close_matches
-from cost_model.kernels.optimizer_memory import OPTIMIZERS
+from cost_model.kernels.optimizers import OPTIMIZERS
 from planner.errors import JobError
 from planner.plan.job_spec import JobPhase, JobSpec
 from planner.plan.techniques import FIELDS, KERNEL_FIELD, AttentionKernel
@@ -77,7 +77,7 @@ class Job:
             parameters in ``dtype`` and no master copy.
         training: False prices the forward pass only, without gradients and optimizer state. It is False in all phases
             but training.
-        optimizer: a name in ``cost_model.kernels.optimizer_memory.OPTIMIZERS``.
+        optimizer: a name in ``cost_model.kernels.optimizers.OPTIMIZERS``.
         dtype: dtype of activations, and of parameters in compute.
         master_dtype: dtype of the optimizer's master copy of the parameters; None: there is no copy.
         state_dtype: dtype of the optimizer's states. A plan only records it: prices take ``master_dtype`` for states.

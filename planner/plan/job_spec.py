@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
+from cost_model.kernels.optimizers import OPTIMIZERS
 from planner.errors import JobError
 from planner.plan.techniques import TechniqueChoice, TechniqueFlags, check_techniques, with_technique_list
 
@@ -154,7 +155,13 @@ class JobSpec(TechniqueFlags):
         ),
     )
     optimizer: str = field(
-        default="adamw", metadata=_about("Such as adamw or sgd.", heading=JOB, limits={"max_length": 50})
+        default="adamw",
+        metadata=_about(
+            "adamw, adam, sgd, sgd-momentum, adagrad, muon, or adamw-8bit of torchao; with --no-executable-only also "
+            "adafactor, or adamw-8bit-bnb of bitsandbytes.",
+            heading=JOB,
+            limits={"max_length": 50},
+        ),
     )
     dtype: Dtype = field(default="bf16", metadata=_about("Of parameters in compute and of activations.", heading=JOB))
     reduce_dtype: Dtype = field(
@@ -262,6 +269,23 @@ class JobSpec(TechniqueFlags):
             self.techniques, executable_only=self.executable_only, device=_device_of(self.cluster), dtype=self.dtype
         )
         object.__setattr__(self, "techniques", names)
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Raise a JobError if plans are to be run whose optimizer the executor does not run."""
+        optimizer = OPTIMIZERS.get(self.optimizer)
+        if (
+            optimizer is None
+            or optimizer.not_on_dtensor is None
+            or not self.executable_only
+            or self.phase != "training"
+        ):
+            return
+        raise JobError(
+            f"shard_module does not run {optimizer.title}: {optimizer.not_on_dtensor}.",
+            what_to_do="Choose another optimizer, or add --no-executable-only (executable_only=False) to price it.",
+            field="optimizer",
+        )
 
 
 def _device_of(cluster: Any) -> DeviceSpec | None:

@@ -8,9 +8,9 @@ Parameters in FSDP groups are priced in `planner.pricing.fsdp_group_costs`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.kernels.compute import stream_bytes_per_s
 from cost_model.layouts.layout import Layout, split_factor
 from planner.graph.op_graph import Value
@@ -18,6 +18,7 @@ from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Lifetime, LinkQua
 from planner.liveness.peak_candidates import UPDATE
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
+from planner.pricing.optimizer_update import OptimizerPricer
 from planner.pricing.overlap import Overlap
 from planner.pricing.port_layouts import PortLayouts
 from planner.pricing.price import FREE, Price, add_prices
@@ -58,11 +59,17 @@ class ParameterPricer:
 
     Trained parameters are stored in the dtype of the master copy, if the job has one, and cast to the compute dtype
     before they are all-gathered. Frozen ones are stored in the compute dtype.
+
+    Args:
+        parameters: parameter value -> its FQNs.
     """
 
-    def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
+    def __init__(
+        self, run: Run, redistribution_pricer: RedistributionPricer, parameters: Mapping[str, tuple[str, ...]]
+    ) -> None:
         self._run = run
         self._redistribution_pricer = redistribution_pricer
+        self.optimizer = OptimizerPricer(run, redistribution_pricer, parameters)
         self._overlap = Overlap.of(run.cluster.device)
 
     # --- between uses --------------------------------------------------------------------------------------------
@@ -92,29 +99,10 @@ class ParameterPricer:
 
     def state(self, value: Value, stored: Layout, count: int) -> Price:
         """Return the price of ``count`` stored parameters and their optimizer state, and of the optimizer's update."""
-        job, split = self._run.job, split_factor(stored, self._run.mesh.shape)
-        if not (job.training and value.requires_grad):
+        if not (self._run.job.training and value.requires_grad):
+            split = split_factor(stored, self._run.mesh.shape)
             return Price(charge={persistent("parameters"): float(value.nbytes // split * count)})
-        numel = value.nbytes // value.dtype.itemsize // split * count
-        stored_dtype = job.stored_dtype
-        nbytes = parameter_state_bytes(
-            numel,
-            optimizer=job.optimizer,
-            dtype=stored_dtype,
-            master_dtype=stored_dtype,
-            gradient_dtype=stored_dtype,
-        )
-        nbytes["gradients"] = 0  # `storage` and `reduce` price gradients, by layout and lifetime
-        charge = {persistent(role): float(amount) for role, amount in nbytes.items()}
-        # One fused kernel updates all parameters, so that no parameter pays for its launch.
-        charge[EXPOSED] = numel * optimizer_time_per_parameter_s(
-            device=self._run.cluster.device,
-            optimizer=job.optimizer,
-            dtype=stored_dtype,
-            master_dtype=stored_dtype,
-            gradient_dtype=stored_dtype,
-        )
-        return Price(charge=charge)
+        return self.optimizer.price(value, stored, count)
 
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of one device's shard of a gradient in ``layout``, in the stored dtype."""

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from cost_model.kernels.optimizer_memory import parameter_state_bytes
 from planner.ilp.quantities import Quantity
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.job import BYTES_PER_ELEMENT, Job
+from planner.pricing.optimizer_update import least_state_nbytes
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionGraph, RegionOp, block_of, find_op_inputs
 from planner.strategies import context_parallel
@@ -137,24 +137,10 @@ def least_state_bytes(regions: RegionGraph, job: Job) -> float:
 
     Gradients do not count, and neither do parameters that no op uses.
     """
-    total = 0
     parameters = {
         slot.value.name: slot.value for region in regions.regions for slot in region.slots if slot.origin == "parameter"
     }
-    for value in parameters.values():
-        if not (job.training and value.requires_grad):
-            total += value.nbytes
-            continue
-        stored_dtype = job.stored_dtype
-        state = parameter_state_bytes(
-            value.nbytes // value.dtype.itemsize,
-            optimizer=job.optimizer,
-            dtype=stored_dtype,
-            master_dtype=stored_dtype,
-            gradient_dtype=stored_dtype,
-        )
-        total += state["parameters"] + state["optimizer_state"]
-    return float(total)
+    return least_state_nbytes(regions.graph, list(parameters.values()), job)
 
 
 def least_gradient_bytes(structure: Structure, job: Job) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from cost_model.kernels.optimizers import OPTIMIZERS
 from planner.graph.op_graph import OpGraph
 from planner.graph.trace_module import TracedModule
 from planner.model_rewrites import fused_kernels
@@ -49,6 +50,9 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if splits:
         opaque = (f"{name or 'the whole model'}{'' if split else ' (whole)'}" for name, split in splits.items())
         yield OPAQUE_NOTE.format(names=", ".join(opaque))
+    optimizer = OPTIMIZERS[run.job.optimizer]
+    if run.job.training and optimizer.not_on_dtensor is not None:
+        yield f"shard_module does not run {optimizer.title}: {optimizer.not_on_dtensor}."
     if run.job.async_tp:
         yield ASYNC_TP_NOTE
     if run.job.fused_ops:

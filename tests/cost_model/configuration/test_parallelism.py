@@ -1,9 +1,7 @@
 import pytest
 
-from cost_model.configuration.optimizer_states import optimizer_state_nbytes
 from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.rank_groups import strided_group
-from cost_model.hardware.reading import ClusterError
 
 
 def test_ranks_and_batch_multiply_their_degrees():
@@ -26,12 +24,3 @@ def test_degrees_below_one_are_rejected(wrong):
 def test_groups_lie_on_nodes_of_eight(size, stride, expected):
     group = strided_group(size, stride, 8)
     assert (group.nodes, group.ranks_per_node, group.groups_per_node) == expected
-
-
-def test_optimizer_states():
-    assert optimizer_state_nbytes("AdamW") == 8
-    assert optimizer_state_nbytes("sgd") == 0
-    assert 2 < optimizer_state_nbytes("adamw-8bit") < 2.01
-    assert optimizer_state_nbytes("adafactor") < 0.01
-    with pytest.raises(ClusterError, match="unknown optimizer"):
-        optimizer_state_nbytes("nothing")

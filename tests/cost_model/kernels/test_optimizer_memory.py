@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from cost_model.hardware.cluster import ClusterError, device_names, find_device
 from cost_model.kernels.optimizer_memory import (
-    OPTIMIZERS,
-    optimizer_step_time_s,
+    optimizer_update_s,
     parameter_state_bytes,
     reserve_by_role,
     reserve_bytes,
 )
+from cost_model.kernels.optimizers import OPTIMIZERS
 
 
 def test_mixed_precision_adamw_is_18_bytes_per_parameter() -> None:
@@ -32,23 +32,29 @@ def test_inference_holds_parameters_only() -> None:
     assert parameter_state_bytes(10, training=False) == {"parameters": 20, "gradients": 0, "optimizer_state": 0}
 
 
-def test_step_time_by_hand() -> None:
+def test_update_by_hand() -> None:
     # AdamW: reads a 4-byte gradient, reads and writes 12 bytes, writes a 2-byte parameter: 30 B at 3350e9 * 0.9
-    time_s = optimizer_step_time_s(10**9, device=find_device("h100-sxm-80gb"))
-    assert time_s == pytest.approx(30e9 / 3015e9 + 1e-6, rel=1e-12)
+    time_s = optimizer_update_s(10**9, device=find_device("h100-sxm-80gb"))
+    assert time_s == pytest.approx(30e9 / 3015e9, rel=1e-12)
     # SGD in fp32: reads a gradient, reads and writes the parameter
     toy = find_device("toy")
-    assert optimizer_step_time_s(10**6, device=toy, optimizer="sgd", dtype="fp32") == pytest.approx(12e6 / 1e9 + 1e-7)
-    assert optimizer_step_time_s(0, device=toy) == 0.0
+    assert optimizer_update_s(10**6, device=toy, optimizer="sgd", dtype="fp32") == pytest.approx(12e6 / 1e9)
+    # 8-bit states, a float32 scale per 256 elements and a table of 256 values each: read and written
+    states = 2 * (10**6 + 4 * 10**6 / 256 + 1024)
+    eight_bit = optimizer_update_s(10**6 // 256 * 256, device=toy, optimizer="adamw-8bit", dtype="fp32")
+    assert eight_bit == pytest.approx((12e6 + 2 * states) / 1e9, rel=1e-3)
+    assert optimizer_update_s(0, device=toy) == 0.0
 
 
 @given(numel=st.integers(0, 10**12), more=st.integers(0, 10**12), optimizer=st.sampled_from(sorted(OPTIMIZERS)))
 def test_more_parameters_never_hold_less_or_step_faster(numel: int, more: int, optimizer: str) -> None:
     device = find_device("l4-24gb")
+    # A tensor that is quantized may hold less than a smaller one that is not.
+    numel, more = (256 * (4096 + n) if OPTIMIZERS[optimizer].bits else n for n in (numel, more))
     few = parameter_state_bytes(numel, optimizer=optimizer)
     many = parameter_state_bytes(numel + more, optimizer=optimizer)
     assert all(many[role] >= few[role] for role in few)
-    times = [optimizer_step_time_s(n, device=device, optimizer=optimizer) for n in (numel, numel + more)]
+    times = [optimizer_update_s(n, device=device, optimizer=optimizer) for n in (numel, numel + more)]
     assert times[1] >= times[0]
 
 
@@ -64,7 +70,7 @@ def test_unknown_optimizer_lists_the_known() -> None:
     with pytest.raises(ValueError, match="give 0 or more"):
         parameter_state_bytes(-1)
     with pytest.raises(ValueError, match="give 0 or more"):
-        optimizer_step_time_s(-1, device=find_device("toy"))
+        optimizer_update_s(-1, device=find_device("toy"))
 
 
 def test_reserve() -> None:
