@@ -9,6 +9,7 @@ from api.render.run_cost import cluster_of, device_word, run_cost_line
 from api.render.text import duration, fold, labelled, percent, significant, size, with_band
 from api.requests.run_cost import RunCost
 from cost_model import OPTIMIZERS, ClusterSpec
+from cost_model.hardware.unlike_devices import NodeGroup
 from planner.plan.sharding_plan import Estimate, Job, ShardingPlan
 from planner.plan.stated_errors import stated_error
 
@@ -17,6 +18,7 @@ LOUD_NOTES = (
     "a pipeline cannot be run",
     "the plan assumes async",
     "shard_module does not run",
+    "the devices differ",
 )
 """Beginnings of the notes that say that a plan, or its figures, are not what one would take them for."""
 
@@ -93,7 +95,9 @@ def _devices(plan: ShardingPlan) -> str:
     if cluster is None:
         return f"{plan.mesh.size} device{'s' if plan.mesh.size > 1 else ''}"
     nodes = f" ({cluster.nodes:,} nodes of {cluster.devices_per_node})" if cluster.nodes > 1 else ""
-    return f"{cluster.size:,} x {cluster.device.name.upper()}{nodes}"
+    groups = cluster.groups or (NodeGroup(nodes=cluster.nodes, device=cluster.device),)
+    kinds = (f"{each.nodes * cluster.devices_per_node:,} x {each.device.name.upper()}" for each in groups)
+    return f"{' + '.join(kinds)}{nodes}"
 
 
 def _job(job: Job) -> str:

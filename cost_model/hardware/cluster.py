@@ -1,4 +1,4 @@
-"""A cluster: nodes times devices per node of one device type, and the links between them.
+"""A cluster: nodes times devices per node, and the links between them.
 
 The figures are those of ``devices.toml``, which names a source for each, unless the user gives others.
 """
@@ -6,7 +6,7 @@ The figures are those of ``devices.toml``, which names a source for each, unless
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -24,6 +24,7 @@ from cost_model.hardware.reading import (
     require_positive,
 )
 from cost_model.hardware.sweep import Sweep, read_sweep, read_sweep_file
+from cost_model.hardware.unlike_devices import NodeGroup, Waste, least_device, read_groups, wasted
 
 __all__ = ["ClusterError", "ClusterSpec", "DeviceSpec", "LinkSpec", "device_names", "find_device"]
 
@@ -36,6 +37,7 @@ CLUSTER_KEYS = (
     "nodes",
     "devices_per_node",
     "device",
+    "groups",
     "intra_node",
     "inter_node",
     "cards_per_node",
@@ -49,17 +51,19 @@ FILE_SUFFIXES = (".yaml", ".yml", ".json")
 """Ends of a text that names a cluster's file, in lower case."""
 
 _FORMS = (
-    "write NODESxDEVICESxDEVICE_TYPE (4x8xh100-sxm-80gb), DEVICESxDEVICE_TYPE for one node, or the path of a .yaml or "
-    ".json file"
+    "write NODESxDEVICESxDEVICE_TYPE (4x8xh100-sxm-80gb), DEVICESxDEVICE_TYPE for one node, several of these joined by "
+    "+, or the path of a .yaml or .json file"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """``nodes`` x ``devices_per_node`` devices of one type, and the links between them.
+    """``nodes`` x ``devices_per_node`` devices, and the links between them.
 
     Attributes:
-        nodes, devices_per_node, device: number of nodes, number of devices in each node, and type of all devices.
+        nodes, devices_per_node, device: number of nodes, number of devices in each node, and type of all devices. Where
+            types differ, ``device`` is the least of them (`cost_model.hardware.unlike_devices`).
+        groups: the nodes of each type, where types differ; empty in a part of such a cluster.
         intra_node, inter_node: the link of a device inside a node, and the link of each network card. The rate that a
             card delivers (``ib_write_bw``) is ``inter_node.efficiency`` times its nominal bandwidth.
         cards_per_node: network cards in each node.
@@ -82,8 +86,11 @@ class ClusterSpec:
     rail_optimized: bool = True
     reserved_gb: tuple[float, ...] = ()
     sweeps: tuple[Sweep, ...] = ()
+    groups: tuple[NodeGroup, ...] = ()
 
     def __post_init__(self) -> None:
+        if sum(group.nodes for group in self.groups) != self.nodes:
+            object.__setattr__(self, "groups", ())
         require_positive(self, ("nodes", "devices_per_node", "cards_per_node"), "cluster")
         if self.oversubscription < 1:
             raise ClusterError(f"cluster.oversubscription is {self.oversubscription}; 1 is none, 2 is two to one")
@@ -106,13 +113,19 @@ class ClusterSpec:
     @property
     def name(self) -> str:
         """The short form, ``4x8xh100-sxm-80gb``, which does not show figures that differ from the catalogue's."""
-        return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
+        groups = self.groups or (NodeGroup(nodes=self.nodes, device=self.device),)
+        return " + ".join(f"{group.nodes}x{self.devices_per_node}x{group.device.name}" for group in groups)
+
+    @property
+    def waste(self) -> tuple[Waste, ...]:
+        """What is not used of devices that are better than the least of the cluster; empty where all are alike."""
+        return wasted(self.groups, self.devices_per_node, self.device)
 
     @classmethod
     def parse(cls, spec: str | Path | Mapping[str, object]) -> Self:
         """Return the cluster of ``spec``: ``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, or the path of a YAML file.
 
-        A mapping is read as by ``from_dict``.
+        ``2x8xh100-sxm-80gb + 4x8xa100-sxm-80gb`` is a cluster of unlike nodes. A mapping is read as by ``from_dict``.
 
         Raises:
             ClusterError: the text has none of these forms, the device is unknown, or the file cannot be read.
@@ -124,6 +137,13 @@ class ClusterSpec:
         text = str(spec).strip()
         if text.lower().endswith(FILE_SUFFIXES):
             return cls._from_file(Path(text))
+        if "+" in text:
+            return cls._of_parts([cls._of_text(part.strip()) for part in text.split("+")])
+        return cls._of_text(text)
+
+    @classmethod
+    def _of_text(cls, text: str) -> Self:
+        """Return the cluster of equal devices that the short form ``text`` names."""
         match = _SHORT.fullmatch(text)
         if match is None:
             meant = _meant(text)
@@ -134,6 +154,17 @@ class ClusterSpec:
                 f"cannot read cluster {text!r}{hint}; {_FORMS}. Known devices: {', '.join(device_names())}"
             )
         return cls.from_dict({"nodes": int(match[1] or 1), "devices_per_node": int(match[2]), "device": match[3]})
+
+    @classmethod
+    def _of_parts(cls, parts: Sequence[ClusterSpec]) -> Self:
+        counts = sorted({part.devices_per_node for part in parts})
+        if len(counts) > 1:
+            raise ClusterError(
+                f"the nodes have {' and '.join(map(str, counts))} devices; ranks are laid out evenly over nodes, so "
+                f"give {counts[0]} devices of each node"
+            )
+        groups = [{"nodes": part.nodes, "device": part.device.to_dict()} for part in parts]
+        return cls.from_dict({"devices_per_node": counts[0], "groups": groups})
 
     @classmethod
     def _from_file(cls, path: Path) -> Self:
@@ -155,7 +186,8 @@ class ClusterSpec:
         """Return the cluster that ``data`` describes.
 
         For example ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``. ``device``
-        (a name, or figures) and ``devices_per_node`` are required. ``nodes`` defaults to 1. ``intra_node``,
+        (a name, or figures) and ``devices_per_node`` are required. ``nodes`` defaults to 1. Unlike nodes have
+        ``groups``, a list of ``nodes`` and ``device``, in place of these two. ``intra_node``,
         ``inter_node`` (a link's name, or some of its fields) and ``cards_per_node`` default to the usual ones of the
         device. ``reserved_gb`` is one number, or one number for each node. ``sweeps`` is a list of files and of sweeps
         as ``to_dict`` writes them. A file is a path relative to ``folder``, or a mapping with ``file`` and the fields
@@ -166,11 +198,19 @@ class ClusterSpec:
         """
         data = as_mapping(data, "cluster")
         check_keys(data, CLUSTER_KEYS, "cluster")
-        missing = [key for key in ("devices_per_node", "device") if key not in data]
+        groups = read_groups(data.get("groups", []))
+        required = ("devices_per_node",) if groups else ("devices_per_node", "device")
+        missing = [key for key in required if key not in data]
         if missing:
             raise ClusterError(f"cluster: missing {', '.join(missing)}; a cluster needs devices_per_node and device")
-        device = read_device(data["device"], "cluster.device")
         devices_per_node = as_integer(data["devices_per_node"], "cluster.devices_per_node")
+        nodes = as_integer(data.get("nodes", sum(group.nodes for group in groups) or 1), "cluster.nodes")
+        if groups and nodes != sum(group.nodes for group in groups):
+            raise ClusterError(f"cluster.nodes is {nodes}, which is not the sum of its groups; leave nodes out")
+        if "device" in data:
+            device = read_device(data["device"], "cluster.device")
+        else:
+            device = least_device(groups, devices_per_node)
         links = {
             key: read_link(data[key], f"cluster.{key}", usual) if key in data else usual
             for key, usual in (("intra_node", device.intra_node), ("inter_node", device.inter_node))
@@ -180,7 +220,7 @@ class ClusterSpec:
         if not isinstance(rails, bool):
             raise ClusterError(f"cluster.rail_optimized must be true or false, not {rails!r}")
         cluster = cls(
-            nodes=as_integer(data.get("nodes", 1), "cluster.nodes"),
+            nodes=nodes,
             devices_per_node=devices_per_node,
             device=device,
             intra_node=links["intra_node"],
@@ -188,7 +228,8 @@ class ClusterSpec:
             cards_per_node=as_integer(data.get("cards_per_node", usual_cards), "cluster.cards_per_node"),
             oversubscription=as_number(data.get("oversubscription", 1.0), "cluster.oversubscription"),
             rail_optimized=rails,
-            reserved_gb=_read_reserved(data.get("reserved_gb", []), data.get("nodes", 1), device.memory_bytes),
+            reserved_gb=_read_reserved(data.get("reserved_gb", []), nodes, device.memory_bytes),
+            groups=groups if len(groups) > 1 else (),
         )
         return cluster.with_sweep(*_read_sweeps(data.get("sweeps", []), folder))
 
@@ -225,6 +266,8 @@ class ClusterSpec:
         }
         if (self.oversubscription, self.rail_optimized) != (1.0, True):
             data |= {"oversubscription": self.oversubscription, "rail_optimized": self.rail_optimized}
+        if self.groups:
+            data["groups"] = [group.to_dict() for group in self.groups]
         if self.reserved_gb:
             data["reserved_gb"] = list(self.reserved_gb)
         if self.sweeps:

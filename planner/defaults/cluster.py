@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,16 +74,20 @@ def cluster_of_program(devices: Sequence[LocalDevices], hosts: Sequence[str]) ->
         hosts: name of the host of each rank.
 
     Raises:
-        ClusterError: the ranks have different devices, the user's cluster cannot be read, or the catalogue lacks the
-            GPU.
+        ClusterError: the ranks of one host have different devices, the user's cluster cannot be read, or the catalogue
+            lacks the GPU.
         JobError: the hosts have different numbers of ranks.
     """
-    products = sorted({device.product or "no GPU" for device in devices})
-    if len(products) > 1:
-        raise ClusterError(
-            f"the ranks have different devices ({', '.join(products)}); a plan is for devices of one type"
-        )
-    per_host = sorted(set(Counter(hosts).values()))
+    by_host: dict[str, list[LocalDevices]] = {}
+    for device, host in zip(devices, hosts, strict=True):
+        by_host.setdefault(host, []).append(device)
+    for host, own in by_host.items():
+        if len(products := sorted({device.product or "no GPU" for device in own})) > 1:
+            raise ClusterError(
+                f"the ranks of {host} have different devices ({', '.join(products)}); a plan needs devices of one type "
+                "in each host"
+            )
+    per_host = sorted({len(own) for own in by_host.values()})
     if len(per_host) > 1:
         raise JobError(
             f"some hosts have {per_host[0]} ranks, and some {per_host[-1]}.",
@@ -97,8 +100,16 @@ def cluster_of_program(devices: Sequence[LocalDevices], hosts: Sequence[str]) ->
         cluster = with_ranks(users.cluster, ranks)
         why = users.why if cluster == users.cluster else f"devices and links of {users.why}, {ranks}"
         return DefaultCluster(cluster=cluster, why=why)
-    least = min(devices, key=lambda device: device.memory_bytes)
-    return DefaultCluster(cluster=cluster_of_ranks(least.spec, ranks), why=why_ranks(ranks, least.product))
+    found = sorted({device.product for device in devices})
+    if len(found) == 1:
+        least = min(devices, key=lambda device: device.memory_bytes)
+        return DefaultCluster(cluster=cluster_of_ranks(least.spec, ranks), why=why_ranks(ranks, found[0]))
+    groups = [
+        {"nodes": 1, "device": min(own, key=lambda device: device.memory_bytes).spec.to_dict()}
+        for own in by_host.values()
+    ]
+    cluster = ClusterSpec.from_dict({"devices_per_node": ranks.per_node, "groups": groups})
+    return DefaultCluster(cluster=cluster, why=why_ranks(ranks, " and ".join(name or "no GPU" for name in found)))
 
 
 def with_ranks(cluster: ClusterSpec, ranks: Ranks) -> ClusterSpec:

@@ -97,7 +97,7 @@ class JobSpec(TechniqueFlags):
 
     cluster: str | ClusterSpec | Mapping[str, Any] = field(
         metadata=_about(
-            "NODESxDEVICESxDEVICE_TYPE such as 4x8xh100-sxm-80gb, or a YAML file.",
+            "NODESxDEVICESxDEVICE_TYPE such as 4x8xh100-sxm-80gb, several of these joined by +, or a YAML file.",
             limits={"min_length": 1, "max_length": 1000},
             text=str | dict[str, Any],
         )

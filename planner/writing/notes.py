@@ -28,6 +28,7 @@ SAMPLE_LOOP_NOTE = (
 )
 
 
+UNLIKE_DEVICES = "the devices differ, and all ranks do as much as the least of them can. What is not used"
 OPAQUE_NOTE = (
     "each of these runs as one op, because a trace cannot look inside or because it was named: {names}. It is split by "
     "samples only, or not at all where it says (whole). What it costs assumes random values."
@@ -38,6 +39,8 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     """Yield the notes on a plan of ``run``; ``batch`` is the number of samples in the global batch."""
     if run.job.training and returns_no_loss(traced):
         yield NO_LOSS_NOTE
+    if run.cluster.waste:
+        yield f"{UNLIKE_DEVICES}: {'; '.join(map(str, run.cluster.waste))}."
     if run.job.phase == "prefill" and not module.has_kv_cache:
         yield "no key-value cache is counted: the model has none, or a cache of latents (MLA)."
     windows = [op for op in traced.graph.ops if op.kv_window]

@@ -11,7 +11,7 @@ from cost_model.hardware.cluster import ClusterError
 from cost_model.hardware.sweep import make_sweep
 from planner.defaults import cluster as default
 from planner.defaults import local_devices as devices
-from planner.defaults.cluster import WITHOUT_GPU, cluster_file, default_cluster, with_ranks
+from planner.defaults.cluster import WITHOUT_GPU, cluster_file, cluster_of_program, default_cluster, with_ranks
 from planner.defaults.local_devices import LocalDevices
 from planner.defaults.ranks import Ranks, current_ranks
 from planner.errors import JobError
@@ -27,6 +27,22 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     for name in (default.VARIABLE, "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+A100S = LocalDevices(
+    type="cuda", count=8, product="NVIDIA A100-SXM4-80GB", memory_bytes=85_018_542_080, architecture="sm80"
+)
+
+
+def test_hosts_with_unlike_devices_are_one_cluster() -> None:
+    found = cluster_of_program([H100S, H100S, A100S, A100S, H100S, H100S], ["a", "a", "b", "b", "c", "c"])
+    assert found.cluster == ClusterSpec.parse("2x2xh100-sxm-80gb + 1x2xa100-sxm-80gb")
+    assert found.why == "6 ranks on 3 nodes, NVIDIA A100-SXM4-80GB and NVIDIA H100 80GB HBM3"
+
+
+def test_one_host_has_devices_of_one_type() -> None:
+    with pytest.raises(ClusterError, match=r"ranks of a have different devices \(NVIDIA A100"):
+        cluster_of_program([H100S, A100S], ["a", "a"])
 
 
 def test_without_a_gpu_the_cluster_is_a_stated_one() -> None:
