@@ -55,7 +55,7 @@ from api.cli.tradeoffs import add_tradeoff_commands
 CONFIGURATION = "A configuration by its degrees"
 _PRICED = (
     "cluster", "batch", "seq", "mesh", "memory_gb", "phase", "micro_batches", "ac", "optimizer", "dtype",
-    "reduce_dtype", "techniques",
+    "reduce_dtype", "expert_imbalance", "techniques",
 )  # fmt: skip
 """Job options of ``estimate``: those that the price of a planner's plan depends on."""
 

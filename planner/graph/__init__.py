@@ -7,7 +7,7 @@ repeated blocks, traced once            fold, unroll
 loops over the samples                  sample_loops
 modules that cannot be traced           opaque_trace, opaque_calls, sample_splits
 tensors that are filled in parts        overwritten.Overwritten
-sliding windows of KV caches            kv_windows
+caches of a decoder's layers            layer_caches
 example inputs                          example_inputs.meta_inputs
 an op, run on given tensors             run_op.run_op
 """

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
+from planner.graph.layer_caches import recurrent_layers
 from planner.model_rewrites.cache_argument import cache_argument
-from planner.model_rewrites.mla import mla_modules
 from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.job_spec import JobPhase
 
@@ -122,9 +122,9 @@ def inputs_from_config(
 
 
 def has_kv_cache(module: nn.Module) -> bool:
-    """Return whether ``module`` is a Hugging Face decoder whose cache holds keys and values (not MLA's latents)."""
+    """Return whether ``module`` is a Hugging Face decoder, whose cache holds keys and values, latents or states."""
     config = getattr(module, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False) or mla_modules(module):
+    if config is None or getattr(config, "is_encoder_decoder", False):
         return False
     return cache_argument(module) is not None
 
@@ -133,21 +133,21 @@ def check_can_decode(module: nn.Module) -> None:
     """Check that decoding with ``module`` can be planned.
 
     Raises:
-        JobError: the module is no decoder with a KV cache, or it caches MLA latents.
+        JobError: the module is no decoder with a KV cache, or its decoding takes other paths than its forward.
     """
-    if mla_modules(module):
-        raise JobError(
-            f"decoding with multi-head latent attention (MLA) cannot be planned yet: {type(module).__name__} caches "
-            "latents and recomputes keys and values in every step.",
-            what_to_do='Plan its prefill (phase="prefill").',
-            field="phase",
+    if has_kv_cache(module) and not recurrent_layers(module):
+        return
+    name = type(module).__name__
+    if has_kv_cache(module):
+        detail = f"decoding with recurrent layers cannot be planned yet: in a step, those of {name} run other ops."
+    elif getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        detail = (
+            f"decoding with an encoder-decoder cannot be planned yet: {name} caches keys and values of its encoder."
         )
-    if not has_kv_cache(module):
-        raise JobError(
-            f"{type(module).__name__} cannot decode: it is no Hugging Face decoder with a KV cache.",
-            what_to_do='Plan its forward pass (phase="prefill"), or name a causal language model.',
-            field="phase",
-        )
+    else:
+        detail = f"{name} cannot decode: it is no Hugging Face decoder with a KV cache."
+    advice = 'Plan its forward pass (phase="prefill"), or name a causal language model.'
+    raise JobError(detail, what_to_do=advice, field="phase")
 
 
 def _image_inputs(config: Any, batch: int, *, labels: bool) -> ExampleInputs:

@@ -95,6 +95,21 @@ def overload_name(target: torch._ops.OpOverload) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpCache:
+    """What a layer of a decoder keeps of earlier tokens.
+
+    Attributes:
+        window: of attention, the most tokens of which it keeps keys and values; None: all.
+        latents: of attention, widths of the latents and of the rotary keys that it keeps in place of them (MLA).
+        state_nbytes: bytes of recurrent states for one sequence; the op's first result has the batch as dim 0.
+    """
+
+    window: int | None = None
+    latents: tuple[int, int] | None = None
+    state_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One op: ``target`` applied to ``args`` and ``kwargs``, in which a `Ref` stands for a value.
 
@@ -112,7 +127,7 @@ class Op:
             (`planner.plan.token_order`).
         is_local: whether ranks run the op on their local tensors, since DTensor has no rule for it
             (`planner.strategies.local_ops`).
-        kv_window: of an attention op in inference, the most tokens that its KV cache keeps; None: all.
+        cache: what the op's layer keeps of earlier tokens in inference; None: keys and values of all, or nothing.
     """
 
     name: str
@@ -126,7 +141,7 @@ class Op:
     grad_enabled: bool = True
     is_zigzag: bool = False
     is_local: bool = False
-    kv_window: int | None = None
+    cache: OpCache | None = None
 
     @property
     def target_name(self) -> str:

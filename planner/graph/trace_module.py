@@ -24,7 +24,7 @@ from planner.graph.example_inputs import (
     with_dtype,
 )
 from planner.graph.from_fx import trace
-from planner.graph.kv_windows import kv_windows, with_kv_windows
+from planner.graph.layer_caches import with_layer_caches
 from planner.graph.op_graph import Op, OpGraph, with_results
 from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
@@ -248,7 +248,7 @@ def trace_at_batch(
     if phase == "training":
         _check_trainable(graph)
     elif has_kv_cache(module):
-        graph = with_kv_windows(graph, kv_windows(module))
+        graph = with_layer_caches(graph, module, copy)
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.from_module(module),

@@ -11,6 +11,7 @@ all experts' weights in two 3-dim parameters. Routers and shared experts are mod
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -133,7 +134,7 @@ def _call(
 
 
 class ExpertsWork(NamedTuple):
-    """FLOPs and bytes of the op on the shards that one rank holds, with balanced experts.
+    """FLOPs and bytes of the op on the shards that one rank holds, with as many rows for each expert.
 
     A *row* is one token at one of its experts. Backward saves the gate-up GEMM's output and recomputes the rest.
 
@@ -170,6 +171,10 @@ class ExpertsWork(NamedTuple):
         (tokens, top_k), (experts, width, inner) = shapes[1], shapes[4]
         rows = ranks * -(-tokens * top_k * experts // all_experts)
         return cls(rows, tokens, experts, inner, width, itemsize, ranks)
+
+    def on_busiest_rank(self, imbalance: float) -> ExpertsWork:
+        """Return the work on a rank whose experts get ``imbalance`` times the mean of the rows that are exchanged."""
+        return self if self.ranks == 1 else self._replace(rows=math.ceil(self.rows * imbalance))
 
     @property
     def received_nbytes(self) -> int:

@@ -82,6 +82,7 @@ class Job:
         master_dtype: dtype of the optimizer's master copy of the parameters; None: there is no copy.
         state_dtype: dtype of the optimizer's states. A plan only records it: prices take ``master_dtype`` for states.
         reduce_dtype: dtype in which gradients are reduced, and in which they accumulate over micro-batches.
+        expert_imbalance: where experts are spread over ranks, rows of the busiest rank over their mean.
         flash_attention: whether attention runs in a fused kernel; None: if the device has one.
         attention_kernel: kernel of fused attention. "flash3": FlashAttention-3 on Hopper, which is a separate package.
             None: the kernel that torch chooses.
@@ -117,6 +118,7 @@ class Job:
     master_dtype: str | None = "fp32"
     state_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
+    expert_imbalance: float = 1.0
     flash_attention: bool | None = None
     attention_kernel: AttentionKernel | None = None
     dropout: Literal["as-configured"] = "as-configured"
@@ -158,6 +160,9 @@ class Job:
         if not 0 <= self.headroom < 1:
             detail = f"headroom is {self.headroom}."
             raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.08.", field="headroom")
+        if self.expert_imbalance < 1:
+            detail = f"expert_imbalance is {self.expert_imbalance}."
+            raise JobError(detail, what_to_do="Give a ratio to the mean from 1 up.", field="expert_imbalance")
         self._check_micro_batches()
         if self.optimizer not in OPTIMIZERS:
             near = close_matches(self.optimizer.lower(), OPTIMIZERS)

@@ -169,6 +169,15 @@ class JobSpec(TechniqueFlags):
         metadata=_about("In which gradients are reduced, and accumulate over micro-batches.", heading=JOB),
     )
 
+    expert_imbalance: float = field(
+        default=1.0,
+        metadata=_about(
+            "Tokens of the busiest rank's experts over the mean of all ranks, where experts are spread over ranks.",
+            heading=JOB,
+            limits={"ge": 1, "le": 1000, "allow_inf_nan": False},
+        ),
+    )
+
     planner: str = field(
         default="ilp",
         metadata=_about(
@@ -274,12 +283,9 @@ class JobSpec(TechniqueFlags):
     def _check_optimizer(self) -> None:
         """Raise a JobError if plans are to be run whose optimizer the executor does not run."""
         optimizer = OPTIMIZERS.get(self.optimizer)
-        if (
-            optimizer is None
-            or optimizer.not_on_dtensor is None
-            or not self.executable_only
-            or self.phase != "training"
-        ):
+        if optimizer is None or optimizer.not_on_dtensor is None:
+            return
+        if not (self.executable_only and self.phase == "training"):
             return
         raise JobError(
             f"shard_module does not run {optimizer.title}: {optimizer.not_on_dtensor}.",
@@ -313,6 +319,7 @@ class JobOptions(TypedDict, total=False):
     optimizer: str
     dtype: str
     reduce_dtype: str
+    expert_imbalance: float
     planner: str
     pins: Sequence[str]
     data_axes: Sequence[str]

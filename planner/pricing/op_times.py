@@ -25,6 +25,7 @@ from planner.graph.op_graph import ATTENTION, Op, Value
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.techniques import AttentionKernel
+from planner.profile.op_formulas import LatentExpansion
 from planner.profile.op_profile import OpProfile
 from planner.strategies.axis_rule import Kernel
 from planner.strategies.context_parallel import may_split
@@ -68,6 +69,7 @@ class LocalOp(NamedTuple):
         flops_split: number of equal parts into which the op's FLOPs are divided.
         context_work: the device's part of context-parallel attention; None for any other op.
         exchange_ranks: number of ranks among which the experts op exchanges tokens; 1 means no exchange.
+        imbalance: rows of the busiest of these ranks, over their mean.
     """
 
     op: Op
@@ -80,6 +82,7 @@ class LocalOp(NamedTuple):
     flops_split: int = 1
     context_work: ContextParallelWork | None = None
     exchange_ranks: int = 1
+    imbalance: float = 1.0
 
     @property
     def dtype(self) -> str:
@@ -92,9 +95,9 @@ class LocalOp(NamedTuple):
         profile = self.profile
         return (
             *(self.op.target, tuple(self.shapes), self.output_shape, self.output.dtype, _is_causal(self.op)),
-            *(self.bytes_fraction, self.flops_split, self.context_work, self.exchange_ranks),
+            *(self.bytes_fraction, self.flops_split, self.context_work, self.exchange_ranks, self.imbalance),
             *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
-            *(profile.forward_dispatched, profile.backward_dispatched, profile.cached_tokens),
+            *(profile.forward_dispatched, profile.backward_dispatched, profile.cached_tokens, profile.latents),
             tuple(value.requires_grad for value in self.inputs),
         )
 
@@ -152,7 +155,7 @@ class OpTimes:
             return self._context_parallel_attention(local.context_work, local)
         if op.target_name == experts.OP_NAME:
             backward = profile.backward_flops > 0
-            return self._experts(local.inputs, local.shapes, local.dtype, backward, local.exchange_ranks)
+            return self._experts(local, backward)
         if op.target_name == opaque_op.OP_NAME:
             return self._opaque(local)
         if profile.flops > 0 and op.target is ATTENTION:
@@ -217,15 +220,15 @@ class OpTimes:
         alone_s = gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=local.dtype, aligned=aligned)
         return alone_s / self._in_step.gemm_share
 
-    def _experts(
-        self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int
-    ) -> OpTime:
-        """Return the seconds of the experts on one rank, with the same number of tokens for each expert.
+    def _experts(self, local: LocalOp, backward: bool) -> OpTime:
+        """Return the seconds of the experts on the busiest rank, with the same number of rows for each of its experts.
 
         Forward runs two grouped GEMMs, gate-up and down. Backward runs the GEMMs of the gradients that are needed, with
         respect to inputs and to weights.
         """
-        work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
+        inputs, dtype, ranks = local.inputs, local.dtype, local.exchange_ranks
+        work = experts.ExpertsWork.from_shapes(local.shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
+        work = work.on_busiest_rank(local.imbalance)
         up, down = (2 * work.inner, work.width), (work.width, work.inner)
         device = self._device
         one_by_one = dtype == "bf16" and runs_one_by_one(
@@ -344,7 +347,15 @@ class OpTimes:
             device=self._device,
             dtype=dtype,
         )
-        return OpTime(reading_s + writing_s, 0.0)
+        return OpTime(reading_s + writing_s + self._latent_expansion_s(local, tokens - new), 0.0)
+
+    def _latent_expansion_s(self, local: LocalOp, tokens: int) -> float:
+        """Return the seconds in which MLA computes keys and values of ``tokens`` earlier tokens from their latents."""
+        if local.profile.latents is None:
+            return 0.0
+        work = LatentExpansion.of(local.shapes[1], local.shapes[2], local.profile.latents, tokens)
+        copied_s = 2 * work.numel * BYTES_PER_ELEMENT[local.dtype] / self._stream_bytes_per_s
+        return self._gemm_s(work.m, work.n, work.k, 1, local) + copied_s
 
     # --- other ops -----------------------------------------------------------------------------------------------
 

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from cost_model import dispatched_collective_time_s
 from cost_model.layouts.layout import Layout
-from planner.graph.op_graph import Value
-from planner.ilp.quantities import BACKWARD, FORWARD, Lifetime, PhaseQuantities, Quantity, persistent, transient
+from planner.graph.op_graph import Op, Value
+from planner.ilp.quantities import (
+    BACKWARD,
+    FORWARD,
+    Lifetime,
+    LinkQuantities,
+    PhaseQuantities,
+    Quantity,
+    persistent,
+    transient,
+)
 from planner.liveness.class_timeline import ClassTimeline
+from planner.model_rewrites import experts
 from planner.plan.estimate import Phase
 from planner.plan.job import CheckpointingMode
 from planner.pricing.op_times import LocalOp, OpTime, OpTimes
@@ -141,6 +152,7 @@ class RegionPricer:
             flops_split=work_split([strategy.forward[i] for i in slots], mesh_shape),
             context_work=context_parallel_work(region, region_op, strategy, mesh_shape),
             exchange_ranks=exchange_ranks(op, layouts, mesh_shape),
+            imbalance=self._run.job.expert_imbalance,
         )
         return self._op_times.op_time(local)
 
@@ -186,12 +198,23 @@ class RegionPricer:
             elif self._run.job.training:
                 phases.append(("backward", BACKWARD))
             for phase, names in phases:
-                price = self._collectives.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, names.blocking)
+                price = self._inner_collective(region_op.op, inner, phase, calls, names.blocking)
                 # Selective checkpointing saves attention's result: no kernel runs again that could overlap.
                 computes = phase != "recompute" or checkpointing == "full"
                 overlapped_s = self._overlapped_s(region, region_op, strategy, inner, price) if computes else 0.0
                 prices.append(self._collectives.overlap(price, names, overlapped_s))
         return prices
+
+    def _inner_collective(
+        self, op: Op, inner: InnerCollective, phase: Phase, calls: float, quantities: LinkQuantities
+    ) -> Price:
+        """Return the price of a collective inside ``op``; exchanges of tokens last as long as on the busiest rank."""
+        imbalance = self._run.job.expert_imbalance if op.target_name == experts.OP_NAME else 1.0
+        nbytes = round(inner.nbytes * imbalance)
+        price = self._collectives.collective(inner.kind, inner.axis, nbytes, phase, calls, quantities)
+        # The plan states the mean, which is what runs with balanced experts.
+        collectives = tuple(replace(collective, nbytes=inner.nbytes) for collective in price.collectives)
+        return replace(price, collectives=collectives)
 
     def _overlapped_s(
         self, region: Region, region_op: RegionOp, strategy: Strategy, inner: InnerCollective, price: Price

@@ -64,13 +64,22 @@ class RegionMemory:
         return self.local_nbytes(region.slots[slot].value, strategy.forward[slot] if gradient is None else gradient)
 
     def kv_cache_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
-        """Return the bytes of an attention op's KV cache on one device, which is sharded like its keys and values.
+        """Return the bytes of an op's cache on one device.
 
-        A device has at least one head of keys and values.
+        Keys and values are sharded as the op reads them, but a device has at least one head. Latents and recurrent
+        states are sharded by samples alone.
         """
-        profile = self._profile.ops[region_op.op.name]
+        profile, cache = self._profile.ops[region_op.op.name], region_op.op.cache
+        if cache is not None and cache.state_nbytes:
+            result = region_op.outputs[0]
+            samples = shard_shape(region.slots[result].value, strategy.forward[result], self._mesh_shape)[0]
+            return float(samples * cache.state_nbytes)
         if not profile.kept_tokens:
             return 0.0
+        if profile.latents is not None:
+            keys = region.slots[region_op.inputs[1]].value
+            samples = shard_shape(keys, strategy.forward[region_op.inputs[1]], self._mesh_shape)[0]
+            return float(samples * profile.kept_tokens * sum(profile.latents) * keys.dtype.itemsize)
         nbytes = 0.0
         for i in region_op.inputs[1:3]:
             value = region.slots[i].value
@@ -155,6 +164,7 @@ class RegionMemory:
         shapes = [shard_shape(value, layout, self._mesh_shape) for value, layout in zip(values, layouts, strict=True)]
         ranks = exchange_ranks(region_op.op, layouts, self._mesh_shape)
         work = experts.ExpertsWork.from_shapes(shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
+        work = work.on_busiest_rank(self._run.job.expert_imbalance)
         return InnerNbytes(
             saved=work.saved_nbytes,
             gemm_outputs=work.gemm_output_nbytes,

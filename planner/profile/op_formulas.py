@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from planner.counting.live_bytes import NOTHING, Dispatched
-from planner.graph.op_graph import Op, Value
+from planner.graph.op_graph import Op, OpCache, Value
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.profile.dispatch_peak import OpRun, run_fused
 from planner.profile.meta_tensors import MetaTensors
@@ -64,26 +65,66 @@ def flash_attention_profile(
 
 
 def with_kv_cache(
-    profile: OpProfile, inputs: Sequence[Value], cached_before: int, window: int | None, kv_heads: int
+    profile: OpProfile, inputs: Sequence[Value], cached_before: int, cache: OpCache | None, kv_heads: int
 ) -> OpProfile:
     """Return the profile of attention whose keys and values extend a cache of ``cached_before`` tokens per sequence.
 
+    MLA computes the keys and values of all earlier tokens from their latents in every step, as transformers does. They
+    exist until the op has run.
+
     Args:
-        window: the most tokens that the cache keeps; None: all.
+        cache: what the cache keeps, where it is not the keys and values of all tokens.
         kv_heads: heads of keys and values that it keeps.
     """
-    new = inputs[1].shape[2]
+    new, window = inputs[1].shape[2], None if cache is None else cache.window
+    latents = None if cache is None else cache.latents
     kept_before = cached_before if window is None else min(cached_before, window)
     tokens = kept_before + new
     earlier_nbytes = sum(value.nbytes for value in inputs[1:3]) // new * kept_before
+    expansion = LatentExpansion.of(inputs[1].shape, inputs[2].shape, latents, kept_before) if latents else None
     return dataclasses.replace(
         profile,
-        flops=profile.flops / new * tokens,
+        flops=profile.flops / new * tokens + (expansion.flops if expansion else 0.0),
         nbytes=profile.nbytes + earlier_nbytes,
+        cached_extra_nbytes=expansion.numel * inputs[1].dtype.itemsize if expansion else profile.cached_extra_nbytes,
+        forward_peak_nbytes=expansion.numel * inputs[1].dtype.itemsize if expansion else profile.forward_peak_nbytes,
         cached_tokens=tokens,
         kept_tokens=tokens if window is None else min(tokens, window),
         kv_heads=kv_heads,
+        latents=latents,
     )
+
+
+class LatentExpansion(NamedTuple):
+    """The GEMM that computes keys and values of earlier tokens from their latents, and the tensors that it makes.
+
+    Attributes:
+        m, n, k: shape of the GEMM.
+        numel: elements of its result and of the keys, which are concatenated with their rotary part.
+    """
+
+    m: int
+    n: int
+    k: int
+    numel: int
+
+    @classmethod
+    def of(cls, keys: Sequence[int], values: Sequence[int], latents: tuple[int, int], tokens: int) -> LatentExpansion:
+        """Return the expansion of ``tokens`` earlier tokens of each sequence.
+
+        Args:
+            keys: shape ``[batch, heads, new tokens, width]``, global or of one device.
+            values: the same of the values.
+            latents: widths of the latents and of the rotary keys.
+        """
+        (batch, heads, _, key_width), (rank, rotary) = keys, latents
+        rows, width = batch * tokens, heads * (key_width - rotary + values[3])
+        return cls(m=rows, n=width, k=rank, numel=rows * (width + heads * key_width))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the GEMM."""
+        return 2.0 * self.m * self.n * self.k
 
 
 def cross_entropy_run(logits: Value, result_nbytes: int) -> OpRun:

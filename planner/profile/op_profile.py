@@ -32,6 +32,7 @@ class OpProfile:
             cache.
         kept_tokens: tokens of each sequence that the cache keeps after the op: fewer where it has a sliding window.
         kv_heads: heads of keys and values that it keeps, in whose place the op may read repeated ones.
+        latents: widths of the latents and of the rotary keys that it keeps in their place; None: it keeps them.
     """
 
     flops: float
@@ -51,6 +52,7 @@ class OpProfile:
     cached_tokens: int = 0
     kept_tokens: int = 0
     kv_heads: int = 0
+    latents: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ class _Profiler:
         else:
             profile = self._profile_of_run(op, inputs, outputs, args, saved, count.flops, inner_nbytes)
         if op.target is ATTENTION and self._cached_before is not None:
-            return with_kv_cache(profile, inputs, self._cached_before, op.kv_window, self._kv_heads(op))
+            return with_kv_cache(profile, inputs, self._cached_before, op.cache, self._kv_heads(op))
         return profile
 
     def _kv_heads(self, op: Op) -> int:

@@ -296,7 +296,7 @@ def _slot_signature(slot: Slot) -> Hashable:
 def _region_op_signature(region_op: RegionOp) -> Hashable:
     leaves = leaves_of((region_op.op.args, region_op.op.kwargs))
     constants = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Ref))
-    flags = region_op.op.is_local, region_op.op.kv_window
+    flags = region_op.op.is_local, region_op.op.cache
     return (region_op.op.target_name, *flags, constants, region_op.inputs, region_op.outputs)
 
 
@@ -312,7 +312,7 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
     # The target of a captured submodule is identified by its code.
     target = overload_name(op.target) if is_overload else str(getattr(op.target, "code", op.target))
     tensors = tuple((value.shape, value.dtype, value.requires_grad, value.kind == "plain") for value in inputs)
-    flags = op.grad_enabled, op.is_zigzag, op.is_local, op.kv_window
+    flags = op.grad_enabled, op.is_zigzag, op.is_local, op.cache
     return (target, leaves, tuple(sorted(op.kwargs)), tensors, *flags)
 
 

@@ -11,10 +11,12 @@ import torch
 from planner.errors import GraphFormatError
 from planner.graph.nested_graph import NestedGraph, NestedOp, referenced_values
 from planner.graph.op_graph import (
+    ATTENTION,
     Crossing,
     ModelInput,
     ModelOutput,
     Op,
+    OpCache,
     OpGraph,
     Value,
     build_digraph,
@@ -25,7 +27,14 @@ from planner.graph.trace_module import TRACE_BATCH, ModuleNames, TracedModule
 from planner.plan.fingerprint import torch_fingerprint
 from planner.wire.allowed_ops import find_op
 from planner.wire.arguments import DTYPES, ArgumentReader
-from planner.wire.document import GraphDocument, NestedGraphDocument, NestedOpDocument, OpDocument, ValueDocument
+from planner.wire.document import (
+    CacheDocument,
+    GraphDocument,
+    NestedGraphDocument,
+    NestedOpDocument,
+    OpDocument,
+    ValueDocument,
+)
 from planner.wire.module_calls import OUTSIDE, Routes, read_calls
 from planner.wire.schemas import check_arguments, count_of, returns_list
 
@@ -203,10 +212,23 @@ class _Reader:
             crossings=self._crossings(document, inputs, where),
             outputs=tuple(document.outputs),
             grad_enabled=not document.no_grad,
+            cache=_cache(document.cache),
         )
         self._check(op, where)
         self._make(op, where)
+        self._check_cache(op, where)
         return op
+
+    def _check_cache(self, op: Op, where: str) -> None:
+        if op.cache is None:
+            return
+        if op.cache.state_nbytes and not self._values[op.outputs[0]].shape:
+            raise GraphFormatError.at(f"{where}.cache", "states are kept for each sample, and its result has no dims")
+        if op.cache.latents is None and op.cache.window is None:
+            return
+        keys = self._values[op.inputs[1]].shape if op.target is ATTENTION else ()
+        if len(keys) != 4 or (op.cache.latents is not None and op.cache.latents[1] >= keys[3]):
+            raise GraphFormatError.at(f"{where}.cache", "it is no attention with keys of such a width")
 
     def _check(self, op: Op, where: str) -> None:
         if isinstance(op.target, NestedGraph):
@@ -255,6 +277,13 @@ def _dtype_of(value: ValueDocument, where: str) -> torch.dtype:
     if math.prod(value.shape) * dtype.itemsize > MAX_NBYTES:
         raise GraphFormatError.at(f"{where}.shape", f"the tensor has more than {MAX_NBYTES} bytes")
     return dtype
+
+
+def _cache(document: CacheDocument | None) -> OpCache | None:
+    if document is None:
+        return None
+    latents = None if document.latents is None else (document.latents[0], document.latents[1])
+    return OpCache(window=document.window, latents=latents, state_nbytes=document.state_nbytes)
 
 
 def _target(document: OpDocument, bodies: Sequence[NestedGraph], where: str) -> Any:

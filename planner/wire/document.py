@@ -164,6 +164,17 @@ class NestedGraphDocument(_Document):
     outputs: Argument
 
 
+class CacheDocument(_Document):
+    """What a layer of a decoder keeps of earlier tokens."""
+
+    window: Annotated[int, Field(ge=0, le=2**40)] | None = None
+    """Of attention, the most tokens; null: all."""
+    latents: Annotated[list[Annotated[int, Field(ge=1, le=2**20)]], Field(min_length=2, max_length=2)] | None = None
+    """Of attention, the widths of latents and of rotary keys that it keeps in place of keys and values."""
+    state_nbytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+    """Of a recurrent layer, the bytes of its states for one sequence."""
+
+
 class OpDocument(_Document):
     """One op."""
 
@@ -180,6 +191,7 @@ class OpDocument(_Document):
     """Of each value among the arguments, in order, the boundaries between where it is made and here; None: none."""
     outputs: Annotated[list[Name], Field(min_length=1, max_length=10_000)]
     no_grad: bool = False
+    cache: CacheDocument | None = None
 
 
 class GraphDocument(_Document):

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.errors import GraphFormatError, ModelError
 from planner.graph.nested_graph import NestedGraph, NestedOp
-from planner.graph.op_graph import Crossing, Op, Value
+from planner.graph.op_graph import Crossing, Op, OpCache, Value
 from planner.graph.trace_module import TracedModule
 from planner.plan.fingerprint import torch_fingerprint
 from planner.wire.allowed_ops import name_of
@@ -17,6 +17,7 @@ from planner.wire.decode import made_value
 from planner.wire.document import (
     FORMAT,
     FORMAT_VERSION,
+    CacheDocument,
     CrossingDocument,
     GraphDocument,
     InputDocument,
@@ -147,6 +148,7 @@ class _Writer:
             crossings=[self._row(passed) for passed in op.crossings] if any(op.crossings) else None,
             outputs=list(op.outputs),
             no_grad=not op.grad_enabled,
+            cache=_cache(op.cache),
         )
 
     def _row(self, crossings: Iterable[Crossing]) -> list[int]:
@@ -162,6 +164,13 @@ class _Writer:
             self._bodies[body.code] = len(self._body_documents)
             self._body_documents.append(document)
         return self._bodies[body.code]
+
+
+def _cache(cache: OpCache | None) -> CacheDocument | None:
+    if cache is None:
+        return None
+    latents = None if cache.latents is None else list(cache.latents)
+    return CacheDocument(window=cache.window, latents=latents, state_nbytes=cache.state_nbytes)
 
 
 def _step(step: NestedOp) -> NestedOpDocument:

@@ -28,6 +28,10 @@ SAMPLE_LOOP_NOTE = (
 )
 
 
+LATENTS_NOTE = (
+    "the cache holds latents, and every step computes the keys and values of all tokens from them, as transformers "
+    "does: an engine that multiplies queries by the projection instead is faster."
+)
 UNLIKE_DEVICES = "the devices differ, and all ranks do as much as the least of them can. What is not used"
 OPAQUE_NOTE = (
     "each of these runs as one op, because a trace cannot look inside or because it was named: {names}. It is split by "
@@ -42,13 +46,16 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if run.cluster.waste:
         yield f"{UNLIKE_DEVICES}: {'; '.join(map(str, run.cluster.waste))}."
     if run.job.phase == "prefill" and not module.has_kv_cache:
-        yield "no key-value cache is counted: the model has none, or a cache of latents (MLA)."
-    windows = [op for op in traced.graph.ops if op.kv_window]
+        yield "no key-value cache is counted: the model has none, or it has an encoder."
+    kept = [op.cache for op in traced.graph.ops if op.cache is not None]
+    windows = [cache.window for cache in kept if cache.window]
     if windows:
         yield (
-            f"{len(windows)} attention layers keep at most {max(op.kv_window or 0 for op in windows):,} tokens of each "
+            f"{len(windows)} attention layers keep at most {max(windows):,} tokens of each "
             "sequence, as in transformers: an engine that keeps all tokens in all layers has a larger cache."
         )
+    if run.job.phase == "decode" and any(cache.latents for cache in kept):
+        yield LATENTS_NOTE
     splits = fold_names(opaque_splits(traced.graph), module.names.modules)
     if splits:
         opaque = (f"{name or 'the whole model'}{'' if split else ' (whole)'}" for name, split in splits.items())

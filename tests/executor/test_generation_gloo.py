@@ -21,7 +21,7 @@ PLANS = (
     ("training", "dp=2,tp=2", "random:1"),
     ("decode", "dp=2,tp=2", "ilp"),
 )
-FAMILIES = ("llama", "gpt2", "mixtral", "t5")
+FAMILIES = ("llama", "gpt2", "mixtral", "deepseek", "t5")
 # Prompts that the mesh divides, and prompts that no axis divides.
 PROMPTS = ((8, 16), (3, 7))
 

@@ -123,7 +123,7 @@ JUNK = st.one_of(
 
 
 def damage(draw: st.DrawFn, damaged: dict[str, Any]) -> None:
-    """Do one thing to a document."""
+    """Do one thing to a document. Junk is copied, since it may be a part of `document`, which is made once."""
     place = draw(st.sampled_from(all_places()))
     try:
         owner = look_up(damaged, place[:-1])
@@ -135,15 +135,15 @@ def damage(draw: st.DrawFn, damaged: dict[str, Any]) -> None:
         elif what == "shift" and isinstance(owner[place[-1]], int):
             owner[place[-1]] += draw(st.integers(-2, 2))
         elif what == "add" and isinstance(owner, dict):
-            owner[draw(st.text(max_size=5))] = draw(JUNK)
+            owner[draw(st.text(max_size=5))] = copy.deepcopy(draw(JUNK))
         elif what == "op":
             op = draw(st.sampled_from(damaged["ops"]))
             op["op"] = draw(st.sampled_from(all_ops()) | st.sampled_from(allowed_ops()))
         elif what == "arguments":
             op = draw(st.sampled_from(damaged["ops"]))
-            op["args"] = [*op.get("args", []), *draw(st.lists(JUNK, max_size=3))]
+            op["args"] = [*op.get("args", []), *copy.deepcopy(draw(st.lists(JUNK, max_size=3)))]
         else:
-            owner[place[-1]] = draw(JUNK)
+            owner[place[-1]] = copy.deepcopy(draw(JUNK))
     except (LookupError, TypeError, AttributeError):
         event("the place was gone")  # an earlier blow took it away
 
