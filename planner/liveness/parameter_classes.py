@@ -117,7 +117,8 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
     for value, calls in _reader_calls(regions).items():
         uses[value], joined[value], served[value] = {}, (), ()
         for by_use in calls.values():
-            first = max(by_use, key=lambda use: len(by_use[use]))
+            # The gradient of a copy is priced with its first use, so that one with a gradient comes first.
+            first = max(by_use, key=lambda use: (_has_gradient(regions, use), len(by_use[use])))
             seen: set[int] = set()
             for use in (first, *(other for other in by_use if other != first)):
                 uses[value][use] = uses[value].get(use, 0) + len(by_use[use] - seen)
@@ -140,6 +141,18 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
             unreduced=_unreduced(values, timeline),
         )
         for values in groups.values()
+    )
+
+
+def _has_gradient(regions: RegionGraph, use: tuple[int, int]) -> bool:
+    """Return whether an op that reads the slot of ``use`` (region class, slot) has a backward."""
+    region_class, slot = use
+    region = regions.regions[regions.classes[region_class].members[0]]
+    return any(
+        region.slots[output].value.requires_grad
+        for region_op in region.ops
+        if slot in region_op.inputs
+        for output in region_op.outputs
     )
 
 

@@ -71,3 +71,27 @@ def test_of_a_class_those_members_are_counted_that_join() -> None:
     assert {len(members.members) for members in structure.regions.classes} == {1, 2}
     assert sum(sum(op.values()) for ops in structure.gemm_sums for op in ops) == 1
     assert sum(sum(op.values()) for ops in structure.autograd_sums for op in ops) == 0
+
+
+class _LooksAtATable(nn.Module):
+    """Reads a child's weight for its shape alone, before the child is called (CLIPSeg's positions)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(self.table.weight.unsqueeze(0).shape[1])
+        return self.out(x + self.table(positions))
+
+
+def test_the_gradient_of_a_copy_is_priced_though_its_first_use_has_none() -> None:
+    session = PlanningSession(
+        _LooksAtATable(), example_inputs=(torch.zeros(8, 16, 8),), cluster="1x4xtoy", dtype="fp32", mesh="dp=2,tp=2"
+    )
+    traced = session._analysis
+    structure = traced.structure(8, traced.grouping("none"))
+    names = structure.regions.graph.parameters
+    (table,) = (each for each in structure.parameters if names[each.values[0]] == ("table.weight",))
+    priced = {structure.representative(index).ops[0].op.target_name: count for (index, _), count in table.uses.items()}
+    assert priced == {"aten.unsqueeze.default": 0, "aten.embedding.default": 1}
