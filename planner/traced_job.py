@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Unpack
 
 from torch import nn
@@ -118,17 +117,29 @@ class TracedJob:
             tp_plan = styles_with_fused(tp_plan)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._planner = self._run_planner(flash)
-        unsupported = unsupported_ops(self._planner.model.base, self._planner.table)
-        if unsupported is not None and self.module is not None:
-            with suppress(ModelError):
-                # Modules with ops that DTensor does not run, not even on whole tensors, run as opaque modules.
-                patterns = [module for _, module, _ in unsupported.ops]
-                self._module = self._traced(self.module, [*spec.opaque_modules, *patterns])
-                self._planner = self._run_planner(flash)
+        self._make_unsupported_opaque(flash)
         self._analysis = self._planner.model
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
         self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)
+
+    def _make_unsupported_opaque(self, flash_attention: bool) -> None:
+        """Make modules opaque that have ops which DTensor does not run, not even on whole tensors.
+
+        With one of them opaque, another may be found: in equal regions, or behind it.
+        """
+        opaque = list(self.spec.opaque_modules)
+        while (found := unsupported_ops(self._planner.model.base, self._planner.table)) is not None:
+            patterns = [module for _, module, _ in found.ops if module not in opaque]
+            if self.module is None or not patterns:
+                return
+            opaque += patterns
+            try:
+                module = self._traced(self.module, opaque)
+            except ModelError:
+                return
+            self._module = module
+            self._planner = self._run_planner(flash_attention)
 
     def with_local_modules(self, plan: ShardingPlan, local_modules: Mapping[str, str]) -> ShardingPlan:
         """Return ``plan`` with modules that run on local tensors, and the host's time with them."""
