@@ -1,4 +1,4 @@
-"""The errors of a module that cannot be traced."""
+"""The errors of a module that cannot be traced, or not be trained as it is traced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.graph.capture import module_names
+from planner.graph.op_graph import Op, OpGraph
 
 
 def cannot_trace(module: nn.Module, export_error: Exception, fx_error: Exception) -> ModelError:
@@ -100,3 +101,31 @@ def _failing_module(module: nn.Module, error: BaseException) -> str | None:
             found = names[owner]
         frame = frame.tb_next
     return found
+
+
+def check_trainable(graph: OpGraph) -> None:
+    """Check that a training step of ``graph`` has a backward, without gradients that are sparse tensors.
+
+    Raises:
+        ModelError: it has none, or a lookup gives sparse gradients.
+    """
+    if not any(output.is_loss or output.is_result for output in graph.outputs):
+        raise ModelError(
+            "nothing that the forward returns needs a gradient, so that there is no backward to train with.",
+            what_to_do='Return the loss, or results that depend on trained parameters; or plan phase="prefill".',
+        )
+    sparse = {graph.calls[op.call].fqn: None for op in graph.ops if _gives_sparse_gradients(op)}
+    if sparse:
+        raise ModelError(
+            f"{', '.join(fqn or 'the root module' for fqn in sparse)}: the gradients are sparse tensors (sparse=True), "
+            "which cannot be sharded.",
+            what_to_do="Set sparse=False.",
+            module=next(iter(sparse)),
+        )
+
+
+def _gives_sparse_gradients(op: Op) -> bool:
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in op.target._schema.arguments]
+    return bool({**dict(zip(names, op.args, strict=False)), **op.kwargs}.get("sparse", False))

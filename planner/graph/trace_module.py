@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +25,11 @@ from planner.graph.example_inputs import (
 )
 from planner.graph.from_fx import trace
 from planner.graph.layer_caches import with_layer_caches
-from planner.graph.op_graph import Op, OpGraph, with_results
+from planner.graph.op_graph import OpGraph, with_results
 from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
-from planner.graph.trace_errors import scripted
+from planner.graph.trace_errors import check_trainable, scripted
+from planner.model_rewrites import opaque_op
 from planner.model_rewrites.cache_argument import without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
@@ -217,7 +218,8 @@ def trace_at_batch(
 ) -> TracedModule:
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
-    A module whose forward loops over the samples has no such graph. It is traced with ``largest`` samples.
+    A module whose forward takes the batch apart, by a loop over samples or into groups of them, has no such graph. It
+    is traced with ``largest`` samples.
 
     Raises:
         ModelError: the module cannot be traced, is TorchScript in part, or has no projections to fuse.
@@ -237,16 +239,13 @@ def trace_at_batch(
         inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
     with quiet_export():
-        try:
-            batch = TRACE_BATCH if micro_batch is None else micro_batch
-            with NoSampleLoops(batch) if micro_batch is None else nullcontext():
-                graph = _traced(copy, typed, samples, batch, opaque)
-        except SampleLoopError:
-            batch = micro_batch = largest
-            graph = _traced(copy, typed, samples, batch, opaque)
+        if micro_batch is None:
+            graph, micro_batch = _traced_at_any_batch(copy, typed, samples, largest, opaque)
+        else:
+            graph = _traced(copy, typed, samples, micro_batch, opaque)
     graph = with_results(graph, training=phase == "training")
     if phase == "training":
-        _check_trainable(graph)
+        check_trainable(graph)
     elif has_kv_cache(module):
         graph = with_layer_caches(graph, module, copy)
     return TracedModule(
@@ -257,13 +256,46 @@ def trace_at_batch(
         graph=graph,
         dtype=dtype,
         samples=samples,
-        traced_batch=batch,
+        traced_batch=micro_batch or TRACE_BATCH,
         any_batch=micro_batch is None,
         phase=phase,
         has_kv_cache=has_kv_cache(module),
         fused_ops=fused_ops,
         fused_projections=count_fused_projections(module) > 0,
     )
+
+
+def _traced_at_any_batch(
+    module: nn.Module, inputs: ExampleInputs, samples: int, largest: int, opaque: Collection[str]
+) -> tuple[OpGraph, int | None]:
+    """Return the graph of ``module`` for any batch and None; or, where there is none, that for ``largest`` and that.
+
+    It is for ``largest`` samples where the forward takes the batch apart: a graph for any batch is refused then, or it
+    has the whole module as one op.
+    """
+    refused: SampleLoopError | ModelError | None = None
+    graph = None
+    try:
+        with NoSampleLoops(TRACE_BATCH):
+            graph = _traced(module, inputs, samples, TRACE_BATCH, opaque)
+        if "" in opaque or not _is_one_op(graph):
+            return graph, None
+    except (SampleLoopError, ModelError) as error:
+        refused = error
+    try:
+        at_largest = _traced(module, inputs, samples, largest, opaque)
+    except ModelError:
+        if isinstance(refused, ModelError):
+            raise refused from None
+        if graph is None:
+            raise
+        return graph, None
+    return (at_largest, largest) if graph is None or not _is_one_op(at_largest) else (graph, None)
+
+
+def _is_one_op(graph: OpGraph) -> bool:
+    """Return whether the whole model is one opaque module."""
+    return any(op.target_name == opaque_op.OP_NAME and not graph.calls[op.call].fqn for op in graph.ops)
 
 
 def _traced(
@@ -287,34 +319,6 @@ def _traced(
             with suppress(ModelError):
                 return trace(module, with_batch(inputs, samples, batch, in_later_dims=True))
         return trace_with_opaque(module, inputs, samples, batch, traced, error=error)
-
-
-def _check_trainable(graph: OpGraph) -> None:
-    """Check that a training step of ``graph`` has a backward, without gradients that are sparse tensors.
-
-    Raises:
-        ModelError: it has none, or a lookup gives sparse gradients.
-    """
-    if not any(output.is_loss or output.is_result for output in graph.outputs):
-        raise ModelError(
-            "nothing that the forward returns needs a gradient, so that there is no backward to train with.",
-            what_to_do='Return the loss, or results that depend on trained parameters; or plan phase="prefill".',
-        )
-    sparse = {graph.calls[op.call].fqn: None for op in graph.ops if _gives_sparse_gradients(op)}
-    if sparse:
-        raise ModelError(
-            f"{', '.join(fqn or 'the root module' for fqn in sparse)}: the gradients are sparse tensors (sparse=True), "
-            "which cannot be sharded.",
-            what_to_do="Set sparse=False.",
-            module=next(iter(sparse)),
-        )
-
-
-def _gives_sparse_gradients(op: Op) -> bool:
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return False
-    names = [argument.name for argument in op.target._schema.arguments]
-    return bool({**dict(zip(names, op.args, strict=False)), **op.kwargs}.get("sparse", False))
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
-from cost_model.kernels.optimizers import OPTIMIZERS
 from planner.errors import JobError
 from planner.plan.techniques import TechniqueChoice, TechniqueFlags, check_techniques, with_technique_list
 
@@ -282,6 +281,8 @@ class JobSpec(TechniqueFlags):
 
     def _check_optimizer(self) -> None:
         """Raise a JobError if plans are to be run whose optimizer the executor does not run."""
+        from cost_model.kernels.optimizers import OPTIMIZERS
+
         optimizer = OPTIMIZERS.get(self.optimizer)
         if optimizer is None or optimizer.not_on_dtensor is None:
             return

@@ -23,7 +23,7 @@ ASYNC_TP_NOTE = (
     "shard_module cannot run it; plan without the technique async-tp for a plan that it can."
 )
 SAMPLE_LOOP_NOTE = (
-    "the forward loops over its samples, so that only plans with {count} micro-batch(es) a step were searched: give "
+    "the forward takes its batch apart, so that only plans with {count} micro-batch(es) a step were searched: give "
     "micro_batches for another number."
 )
 

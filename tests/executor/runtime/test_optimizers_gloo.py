@@ -50,6 +50,14 @@ RUN: dict[str, Make] = {
     # The first trial step is so long that the curvature that the line search estimates is above the rounding of losses.
     "LBFGS, line search": lambda m: optim.LBFGS(m.parameters(), lr=10.0, max_iter=2, line_search_fn="strong_wolfe"),
 }
+
+
+class _AdamW8bit(optim.AdamW):
+    """Stands for an optimizer of bitsandbytes, which is not installed here: its package tells it from torchao's."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+
 REFUSED: dict[str, Make] = {
     "Adafactor": lambda m: optim.Adafactor(m.parameters()),
     "Adafactor, foreach": lambda m: optim.Adafactor(m.parameters(), foreach=True),
@@ -59,6 +67,7 @@ REFUSED: dict[str, Make] = {
     "SparseAdam": lambda m: optim.SparseAdam(m.parameters()),
     "SGD, fused": lambda m: optim.SGD(m.parameters(), fused=True),
     "Adagrad, fused": lambda m: optim.Adagrad(m.parameters(), fused=True),
+    "8 bits of bitsandbytes": lambda m: _AdamW8bit(m.parameters()),
 }
 CASES: dict[str, Callable[[], Case]] = {
     "no groups": lambda: fully_sharded("mlp"),

@@ -17,6 +17,8 @@ LOOPS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "split": lambda layer, x: torch.cat([layer(part) for part in x.split(1)]),
     "unbind": lambda layer, x: torch.stack(layer(x).unbind(0)),
     "sizes": lambda layer, x: torch.cat(torch.split(layer(x), [1] * len(x))),
+    # Frames that are viewed as clips of four, as video encoders do.
+    "groups": lambda layer, x: layer(x).reshape(len(x) // 4, 4, 4, 16).mean(1),
 }
 
 
@@ -42,13 +44,20 @@ def test_a_forward_that_takes_some_samples_serves_any_batch() -> None:
     assert traced.any_batch
 
 
+def test_a_plan_of_groups_is_verified() -> None:
+    plan = build_plan(
+        Loop(LOOPS["groups"]), cluster="1x4xtoy", mesh="dp=2,tp=2", example_inputs=(torch.randn(8, 4, 16),)
+    )
+    assert plan.verification.outcome == "as-planned"
+
+
 def test_its_plan_is_verified_and_says_how_many_micro_batches_were_planned() -> None:
     plan = build_plan(Loop(LOOPS["split"]), cluster="1x2xtoy", example_inputs=(torch.randn(8, 4, 16),))
     assert plan.verification.outcome == "as-planned"
     assert plan.micro_batches == 1
-    assert any("loops over its samples" in note for note in plan.notes)
+    assert any("takes its batch apart" in note for note in plan.notes)
     given = build_plan(
         Loop(LOOPS["split"]), cluster="1x2xtoy", example_inputs=(torch.randn(8, 4, 16),), micro_batches=2
     )
     assert given.micro_batches == 2
-    assert not any("loops over its samples" in note for note in given.notes)
+    assert not any("takes its batch apart" in note for note in given.notes)
