@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
-from planner.graph.layer_caches import recurrent_layers
+from planner.graph.layer_caches import undecoded_layers
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.job_spec import JobPhase
@@ -135,11 +135,15 @@ def check_can_decode(module: nn.Module) -> None:
     Raises:
         JobError: the module is no decoder with a KV cache, or its decoding takes other paths than its forward.
     """
-    if has_kv_cache(module) and not recurrent_layers(module):
-        return
     name = type(module).__name__
     if has_kv_cache(module):
-        detail = f"decoding with recurrent layers cannot be planned yet: in a step, those of {name} run other ops."
+        kinds = undecoded_layers(module)
+        if not kinds:
+            return
+        detail = (
+            f"decoding with recurrent layers or sparse attention cannot be planned yet: in a step, those of {name} run "
+            f"other ops than in its forward (transformers caches them as {', '.join(kinds)})."
+        )
     elif getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         detail = (
             f"decoding with an encoder-decoder cannot be planned yet: {name} caches keys and values of its encoder."

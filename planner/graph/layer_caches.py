@@ -46,13 +46,18 @@ def with_layer_caches(graph: OpGraph, module: nn.Module, meta: nn.Module) -> OpG
     return dataclasses.replace(graph, digraph=build_digraph(ops))
 
 
-def recurrent_layers(module: nn.Module) -> list[int]:
-    """Return the indices of the layers of ``module`` that keep recurrent states in transformers' cache."""
+def undecoded_layers(module: nn.Module) -> list[str]:
+    """Return the kinds of layers of ``module`` whose step of decoding is not their forward over one token.
+
+    Only attention that appends keys and values, or latents, to those of all tokens or of a window runs the same ops in
+    both. Recurrent layers update states, and sparse attention chooses tokens by the keys of an indexer.
+    """
     caches = _transformers_caches(module)
     if caches is None:
         return []
+    appending = {caches.DynamicLayer, caches.DynamicSlidingWindowLayer, caches.DummyLayer}
     layers = caches.DynamicCache(config=module.config).layers
-    return [i for i, layer in enumerate(layers) if isinstance(layer, caches.LinearAttentionCacheLayerMixin)]
+    return sorted({type(layer).__name__ for layer in layers if type(layer) not in appending})
 
 
 def _attention_caches(module: nn.Module) -> dict[str, OpCache]:
@@ -80,11 +85,13 @@ def _attention_caches(module: nn.Module) -> dict[str, OpCache]:
 
 def _state_nbytes(module: nn.Module, meta: nn.Module) -> dict[str, int]:
     """Return FQN of a recurrent module -> bytes of its states for one sequence, measured on the meta device."""
-    recurrent, caches = recurrent_layers(module), _transformers_caches(module)
-    argument = cache_argument(meta)
-    if not recurrent or caches is None or argument is None:
+    caches, argument = _transformers_caches(module), cache_argument(meta)
+    if caches is None or argument is None:
         return {}
     cache = caches.DynamicCache(config=module.config)
+    recurrent = [i for i, layer in enumerate(cache.layers) if isinstance(layer, caches.LinearAttentionCacheLayerMixin)]
+    if not recurrent:
+        return {}
     with torch.no_grad():
         meta(torch.zeros(1, _PROMPT, dtype=torch.long, device="meta"), **{argument: cache})
     nbytes = {}

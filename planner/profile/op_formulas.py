@@ -81,13 +81,17 @@ def with_kv_cache(
     kept_before = cached_before if window is None else min(cached_before, window)
     tokens = kept_before + new
     earlier_nbytes = sum(value.nbytes for value in inputs[1:3]) // new * kept_before
-    expansion = LatentExpansion.of(inputs[1].shape, inputs[2].shape, latents, kept_before) if latents else None
+    flops, expanded_nbytes = profile.flops / new * tokens, 0
+    if latents is not None:
+        expansion = LatentExpansion.of(inputs[1].shape, inputs[2].shape, latents, kept_before)
+        flops += expansion.flops
+        expanded_nbytes = expansion.numel * inputs[1].dtype.itemsize
     return dataclasses.replace(
         profile,
-        flops=profile.flops / new * tokens + (expansion.flops if expansion else 0.0),
+        flops=flops,
         nbytes=profile.nbytes + earlier_nbytes,
-        cached_extra_nbytes=expansion.numel * inputs[1].dtype.itemsize if expansion else profile.cached_extra_nbytes,
-        forward_peak_nbytes=expansion.numel * inputs[1].dtype.itemsize if expansion else profile.forward_peak_nbytes,
+        cached_extra_nbytes=profile.cached_extra_nbytes + expanded_nbytes,
+        forward_peak_nbytes=profile.forward_peak_nbytes + expanded_nbytes,
         cached_tokens=tokens,
         kept_tokens=tokens if window is None else min(tokens, window),
         kv_heads=kv_heads,

@@ -119,7 +119,16 @@ def test_recurrent_states_are_counted_and_decoding_is_refused(name: str) -> None
     plan = build_plan(model, cluster="1x1xtoy", phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32")
     assert plan.estimate is not None
     assert plan.estimate.memory["kv_cache"] == sum(map(all_nbytes, cache.layers))
-    with pytest.raises(JobError, match="decoding with recurrent layers cannot be planned yet"):
+    with pytest.raises(JobError, match="decoding with recurrent layers or sparse attention cannot be planned yet"):
+        build_plan(model, cluster="1x1xtoy", phase="decode", batch=BATCH, seq=SEQ)
+
+
+def test_decoding_with_the_keys_of_an_indexer_is_refused() -> None:
+    """DeepSeek-V3.2 chooses tokens by keys that its indexer caches beside the latents."""
+    config = transformers.DeepseekV32Config(num_hidden_layers=2, vocab_size=96)
+    with torch.device("meta"):
+        model = transformers.DeepseekV32ForCausalLM(config)
+    with pytest.raises(JobError, match=r"sparse attention cannot be planned yet.*DynamicIndexedLayer"):
         build_plan(model, cluster="1x1xtoy", phase="decode", batch=BATCH, seq=SEQ)
 
 
