@@ -1,0 +1,62 @@
+/** The page of a job: its progress, its plan, or why it has none. */
+
+import { element, saveText } from "shardplan/dom.js";
+import { compare } from "shardplan/pages/compare.js";
+import { problemBox } from "shardplan/pages/problem_box.js";
+import { progressPage } from "shardplan/pages/progress.js";
+import { sweep } from "shardplan/pages/sweep.js";
+import { whatIf } from "shardplan/pages/what_if.js";
+import { planFrame } from "shardplan/plan_frame.js";
+import { PLAN_VIEWS } from "shardplan/plan_views.js";
+
+const VIEWS = [...PLAN_VIEWS, compare, sweep, whatIf];
+
+/** Returns the page of the job `id`. */
+export async function jobPage(context, id) {
+  const job = await context.api.get(`/v1/plans/${encodeURIComponent(id)}`);
+  if (job.status === "queued" || job.status === "running") return progressPage(context, id);
+  return job.status === "succeeded" ? planPage(context, job) : failurePage(job);
+}
+
+async function planPage(context, job) {
+  const view = await context.api.view(job.id);
+  const own = { ...context, job, formLink: (changes) => formLink(job.id, changes) };
+  const frame = planFrame(view, { views: VIEWS, context: own, actions: downloads(context.api, job) });
+  return { title: view.title, node: frame.node, update: frame.update };
+}
+
+function failurePage(job) {
+  const error = job.error ?? { title: job.status === "cancelled" ? "The job was cancelled" : "The job failed" };
+  const again = element("a", { class: "button primary", href: `/?from=${job.id}` }, "Change and try again");
+  return { title: error.title, node: element("div", {}, element("h1", {}, "No plan"), problemBox(error, again), figures(error)) };
+}
+
+/** Returns the figures that an error carries, such as the least memory that a plan needs. */
+function figures(error) {
+  const shown = Object.entries(error).filter(([name, value]) => !["type", "title", "detail", "what_to_do", "status", "errors"].includes(name) && value != null);
+  if (!shown.length) return null;
+  const fact = ([name, value]) => element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, typeof value === "object" ? JSON.stringify(value) : String(value)));
+  return element("section", { class: "card" }, element("h2", {}, "Figures"), element("dl", { class: "facts" }, shown.map(fact)));
+}
+
+/** Returns the link to the form with the request of a job, on another `mesh` or with more `pins`. */
+function formLink(id, { mesh, pins = [] }) {
+  const query = new URLSearchParams({ from: id, ...(mesh ? { mesh } : {}) });
+  for (const pin of pins) query.append("pin", pin);
+  return `/?${query}`;
+}
+
+function downloads(api, job) {
+  const problems = element("span", { class: "error", role: "status" });
+  const button = (name, text) => {
+    const save = () => text().catch((error) => { problems.textContent = error.message; });
+    return element("button", { type: "button", class: "quiet", "aria-label": `Download ${name}`, on: { click: save } }, name);
+  };
+  const file = (path, name, type) => async () => saveText(await api.file(`/v1/plans/${job.id}/${path}`), name, type);
+  return [
+    button("plan.json", async () => saveText(JSON.stringify(job.plan, null, 1), "plan.json", "application/json")),
+    button("report", file("report", "report.html", "text/html")),
+    button("trace", file("trace", "trace.json", "application/json")),
+    problems,
+  ];
+}

@@ -1,0 +1,54 @@
+/** The theme: light, dark, or that of the system; the choice is kept in this browser. */
+
+import { element } from "shardplan/dom.js";
+
+const KEY = "shardplan-theme";
+const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+
+/** Name of the document's event after which charts are drawn anew. */
+export const REDRAW = "shardplan-redraw";
+
+/** Applies the theme that was chosen before, and tells charts when the system's theme changes. */
+export function startTheme() {
+  applyTheme(stored());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
+
+/** Returns the select element of the theme. */
+export function themeSelect() {
+  const options = Object.entries(THEMES).map(([value, text]) => element("option", { value, selected: value === stored() }, text));
+  const choose = (event) => {
+    store(event.target.value);
+    applyTheme(event.target.value);
+  };
+  return element("label", { class: "theme" }, element("span", {}, "Theme"), element("select", { on: { change: choose } }, options));
+}
+
+/** Shows a theme, without storing it. */
+export function applyTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  redraw();
+}
+
+/** Returns the theme that was chosen: auto, light or dark. */
+export function stored() {
+  try {
+    const theme = localStorage.getItem(KEY);
+    return theme in THEMES ? theme : "auto";
+  } catch {
+    return "auto"; // a report opened from a file may have no storage
+  }
+}
+
+function store(theme) {
+  try {
+    localStorage.setItem(KEY, theme);
+  } catch {
+    return; // the choice holds until the page is closed
+  }
+}
+
+function redraw() {
+  document.dispatchEvent(new Event(REDRAW));
+}

@@ -1,0 +1,109 @@
+/** Memory of a device: its peak by role against the capacity, and its course over a step. */
+
+import { stackedBar } from "shardplan/bars.js";
+import { axisLook, chart, tooltipContent } from "shardplan/chart.js";
+import { memoryVariable } from "shardplan/colours.js";
+import { card, details, emptyText } from "shardplan/dom.js";
+import { bytes, percent, seconds } from "shardplan/format.js";
+import { table } from "shardplan/table.js";
+
+export const memory = { name: "memory", title: "Memory", draw };
+
+function draw({ memory }) {
+  if (!memory) return emptyText("This plan has no estimate of memory.");
+  const columns = [
+    { title: "Role", value: (row) => row.label },
+    { title: "Bytes at the peak", value: (row) => row.bytes, text: bytes, number: true },
+    { title: "Share", value: (row) => (memory.peak_bytes ? row.bytes / memory.peak_bytes : null), text: percent, number: true },
+    { title: "What it is", value: (row) => row.note ?? "" },
+  ];
+  return [
+    card("Peak of a device", memoryBar(memory)),
+    table({ title: "Memory at the peak by role", columns, rows: memory.roles ?? [] }),
+    card("Over one step of one device", memoryCourse(memory)),
+  ];
+}
+
+/** Returns the bar of the peak against the device's capacity, with the cap marked. */
+export function memoryBar(memory) {
+  if (!memory) return emptyText("This plan has no estimate of memory.");
+  const marks = [
+    ["cap", memory.cap_bytes],
+    ["capacity", memory.capacity_bytes],
+  ].filter(([, amount]) => amount != null);
+  const parts = (memory.roles ?? []).map((role) => ({ name: role.label, amount: role.bytes, note: role.note, variable: memoryVariable(role.role) }));
+  const whole = Math.max(memory.peak_bytes, memory.capacity_bytes ?? 0, memory.cap_bytes ?? 0);
+  return stackedBar({ label: "Memory at the peak", parts, whole, format: bytes, marks: marks.map(([name, amount]) => ({ name, amount })) });
+}
+
+function memoryCourse(memory) {
+  const curve = memory.curve ?? [];
+  if (curve.length < 2) return emptyText("This plan has no course of memory over the step.");
+  const option = ({ colour }) => ({
+    grid: { left: 64, right: 16, top: 24, bottom: 40 },
+    tooltip: areaTooltip(memory, colour),
+    xAxis: axisLook(colour, { type: "value", name: "seconds", nameLocation: "middle", nameGap: 26, max: curve.at(-1).at_s }),
+    yAxis: axisLook(colour, { type: "value", axisLabel: { formatter: bytes } }),
+    series: memoryAreas(memory, colour),
+  });
+  return [
+    chart({ label: "Memory over one step, by role, as stacked areas; the table below has the numbers", height: 320, option }),
+    details("Table", courseTable(memory)),
+  ];
+}
+
+/** Returns ECharts' series of the memory over a step, the role that changes least at the bottom. */
+export function memoryAreas(memory, colour, more = {}) {
+  const curve = memory.curve ?? [];
+  const areas = steadyFirst(memory).map((role) => ({
+    type: "line",
+    stack: "memory",
+    name: role.label,
+    data: curve.map((point) => [point.at_s, point.bytes[role.role] ?? 0]),
+    symbol: "none",
+    lineStyle: { width: 0 },
+    areaStyle: { opacity: 1 },
+    color: colour(memoryVariable(role.role)),
+    emphasis: { disabled: true },
+    ...more,
+  }));
+  if (areas.length && memory.cap_bytes != null) areas[0].markLine = capLine(memory.cap_bytes, colour);
+  return areas;
+}
+
+/** Returns ECharts' tooltip of the memory at a time. */
+export function areaTooltip(memory, colour) {
+  const tell = (points) => {
+    const point = memory.curve[points[0].dataIndex];
+    const rows = steadyFirst(memory).reverse().map((role) => [role.label, bytes(point.bytes[role.role] ?? 0), colour(memoryVariable(role.role))]);
+    return tooltipContent(`${seconds(point.at_s)}, ${point.label}`, [["in all", bytes(sum(point.bytes))], ...rows]);
+  };
+  return { trigger: "axis", backgroundColor: colour("--surface"), borderColor: colour("--line-strong"), textStyle: { color: colour("--text"), fontSize: 13 }, confine: true, formatter: tell };
+}
+
+function capLine(cap, colour) {
+  const label = { formatter: `cap ${bytes(cap)}`, position: "insideEndTop", color: colour("--text"), backgroundColor: colour("--surface"), padding: 2 };
+  return { silent: true, symbol: "none", lineStyle: { color: colour("--text"), type: "dashed" }, label, data: [{ yAxis: cap }] };
+}
+
+function courseTable(memory) {
+  const columns = [
+    { title: "At", value: (row) => row.at_s, text: seconds, number: true },
+    { title: "When", value: (row) => row.label },
+    { title: "In all", value: (row) => sum(row.bytes), text: bytes, number: true },
+    ...(memory.roles ?? []).map((role) => ({ title: role.label, value: (row) => row.bytes[role.role] ?? 0, text: bytes, number: true })),
+  ];
+  return table({ title: "Memory over the step", columns, rows: memory.curve, limit: 50 });
+}
+
+function steadyFirst(memory) {
+  const spread = (role) => {
+    const amounts = memory.curve.map((point) => point.bytes[role.role] ?? 0);
+    return amounts.reduce((most, amount) => Math.max(most, amount), 0) - amounts.reduce((least, amount) => Math.min(least, amount), Infinity);
+  };
+  return [...(memory.roles ?? [])].sort((one, other) => spread(one) - spread(other));
+}
+
+function sum(amounts) {
+  return Object.values(amounts).reduce((total, amount) => total + amount, 0);
+}

@@ -1,0 +1,120 @@
+/** Timeline of a step: lanes of events that zoom, and the memory under them on the same time axis. */
+
+import { legend } from "shardplan/bars.js";
+import { axisLook, chart, tooltipContent } from "shardplan/chart.js";
+import { axisRoles, axisVariable, timeVariable } from "shardplan/colours.js";
+import { card, element, emptyText } from "shardplan/dom.js";
+import { percent, seconds, whole } from "shardplan/format.js";
+import { table } from "shardplan/table.js";
+import { eventShapes } from "shardplan/views/event_shapes.js";
+import { areaTooltip, memoryAreas } from "shardplan/views/memory.js";
+import { zoomControls } from "shardplan/views/zoom_controls.js";
+
+export const timeline = { name: "timeline", title: "Timeline", draw };
+
+const LANE_HEIGHT = 34;
+const MEMORY_HEIGHT = 130;
+
+function draw(view) {
+  const { timeline: time } = view;
+  if (!time?.events?.length) return emptyText("This plan has no timeline.");
+  return [
+    time.note ? element("p", {}, time.note) : null,
+    card("One step", drawing(view), legend(meanings(view))),
+    laneTable(time),
+    labelTable(time),
+  ].filter(Boolean);
+}
+
+function drawing(view) {
+  const { timeline: time, memory } = view;
+  const hasMemory = (memory?.curve?.length ?? 0) > 1;
+  const lanesHeight = time.lanes.length * LANE_HEIGHT;
+  const height = 16 + lanesHeight + (hasMemory ? MEMORY_HEIGHT + 36 : 0) + 76;
+  const controls = zoomControls(time.step_s);
+  const option = ({ colour, width }) => {
+    const left = width < 500 ? 70 : 110;
+    const grids = [{ left, right: 16, top: 8, height: lanesHeight }];
+    if (hasMemory) grids.push({ left, right: 16, top: 8 + lanesHeight + 36, height: MEMORY_HEIGHT });
+    return {
+      grid: grids,
+      tooltip: { trigger: "item", backgroundColor: colour("--surface"), borderColor: colour("--line-strong"), textStyle: { color: colour("--text"), fontSize: 13 }, confine: true },
+      toolbox: { show: true, itemSize: 0, left: -50, feature: { dataZoom: { yAxisIndex: "none", title: { zoom: "", back: "" } } } },
+      xAxis: grids.map((_, index) => timeAxis(index, time.step_s, colour)),
+      yAxis: [laneAxis(time.lanes, left, colour), axisLook(colour, { type: "value", gridIndex: 1, splitNumber: 3, axisLabel: { formatter: memoryLabel } })].slice(0, grids.length),
+      dataZoom: [
+        { type: "inside", xAxisIndex: grids.map((_, index) => index), filterMode: "none", moveOnMouseMove: "shift" },
+        { type: "slider", xAxisIndex: grids.map((_, index) => index), filterMode: "none", bottom: 8, height: 22, left, right: 16, showDataShadow: false, brushSelect: false, labelFormatter: seconds, borderColor: colour("--line"), textStyle: { color: colour("--text-quiet") } },
+      ],
+      series: [
+        { ...eventShapes(time, axisRoles(view), colour), tooltip: { formatter: (point) => eventText(time, time.events[point.data[4]]) } },
+        ...(hasMemory ? memoryAreas(memory, colour, { xAxisIndex: 1, yAxisIndex: 1, tooltip: areaTooltip(memory, colour) }) : []),
+      ],
+    };
+  };
+  const label = `Timeline of one step with ${whole(time.events.length)} events in ${time.lanes.length} lanes; the tables below have the totals`;
+  return [controls.node, controls.region(chart({ label, height, option, renderer: "canvas", onReady: controls.connect }))];
+}
+
+function timeAxis(index, step, colour) {
+  const look = { type: "value", gridIndex: index, min: 0, max: step, axisLabel: { formatter: seconds, showMinLabel: true }, splitNumber: 6 };
+  return axisLook(colour, look);
+}
+
+function laneAxis(lanes, width, colour) {
+  const axisLabel = { interval: 0, hideOverlap: false, width: width - 12, overflow: "truncate", color: colour("--text") };
+  return axisLook(colour, { type: "category", inverse: true, data: lanes.map((lane) => lane.name), axisLabel, axisTick: { show: false } });
+}
+
+function memoryLabel(amount) {
+  return `${Math.round(amount / 1e9)} GB`;
+}
+
+function eventText(time, [lane, start, duration, label, kind]) {
+  const rows = [["lane", time.lanes[lane].name], ["kind", kind], ["takes", seconds(duration)], ["starts at", seconds(start)], ["ends at", seconds(start + duration)]];
+  return tooltipContent(time.labels[label], rows);
+}
+
+function meanings(view) {
+  const kinds = [...new Set(view.timeline.events.map((event) => event[4]))];
+  const axes = view.timeline.lanes.filter((lane) => lane.axis);
+  const roles = axisRoles(view);
+  const communication = ["exposed", "overlapped"];
+  return [
+    ...kinds.filter((kind) => !axes.length || !communication.includes(kind)).map((kind) => ({ name: kind, variable: timeVariable(kind) })),
+    ...axes.map((lane) => ({ name: `communication on ${lane.axis}; paler where overlapped`, variable: axisVariable(roles.get(lane.axis)) })),
+  ];
+}
+
+function laneTable(time) {
+  const columns = [
+    { title: "Lane", value: (row) => row.name },
+    { title: "Kind", value: (row) => row.kind },
+    { title: "Seconds", value: (row) => row.seconds, text: seconds, number: true },
+    { title: "Share of the step", value: (row) => (time.step_s ? row.seconds / time.step_s : null), text: percent, number: true },
+    { title: "Events", value: (row) => row.events, text: whole, number: true },
+  ];
+  const counts = new Map();
+  for (const [lane] of time.events) counts.set(lane, (counts.get(lane) ?? 0) + 1);
+  return table({ title: "Lanes", columns, rows: time.lanes.map((lane, index) => ({ ...lane, events: counts.get(index) ?? 0 })) });
+}
+
+function labelTable(time) {
+  const totals = new Map();
+  for (const [lane, , duration, label, kind] of time.events) {
+    const key = `${lane} ${label} ${kind}`;
+    const total = totals.get(key) ?? { lane: time.lanes[lane].name, label: time.labels[label], kind, events: 0, seconds: 0 };
+    total.events += 1;
+    total.seconds += duration;
+    totals.set(key, total);
+  }
+  const columns = [
+    { title: "Event", value: (row) => row.label },
+    { title: "Lane", value: (row) => row.lane },
+    { title: "Kind", value: (row) => row.kind },
+    { title: "Times", value: (row) => row.events, text: whole, number: true },
+    { title: "Seconds in all", value: (row) => row.seconds, text: seconds, number: true },
+  ];
+  const rows = [...totals.values()].sort((one, other) => other.seconds - one.seconds);
+  return table({ title: "Events, the longest in all first", columns, rows, limit: 20 });
+}
