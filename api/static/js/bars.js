@@ -10,14 +10,14 @@ import { element } from "shardplan/dom.js";
  * @param {Array<{name: string, amount: number, note?: string, variable: string}>} bar.parts
  * @param {number} bar.whole amount of the bar's full width
  * @param {function(number): string} bar.format
- * @param {Array<{name: string, amount: number}>} [bar.marks] lines across the bar, each with its text
+ * @param {Array<{name: string, amount: number, dashed: boolean}>} [bar.marks] lines across the bar
  */
 export function stackedBar({ label, parts, whole, format, marks = [] }) {
   const shown = parts.filter((part) => part.amount > 0);
   const share = (amount) => `${Math.min(100, (100 * amount) / (whole || 1))}%`;
   const segment = (part) =>
     element("span", { title: `${part.name}: ${format(part.amount)}`, style: { width: share(part.amount), background: css(part.variable) } });
-  const line = (mark) => element("span", { class: "mark-line", title: `${mark.name}: ${format(mark.amount)}`, style: { left: share(mark.amount) } });
+  const line = (mark) => element("span", { class: lineClass("mark-line", mark), title: `${mark.name}: ${format(mark.amount)}`, style: { left: `min(${share(mark.amount)}, 100% - 2px)` } });
   const text = [...shown, ...marks].map((part) => `${part.name} ${format(part.amount)}`).join(", ");
   return element(
     "figure",
@@ -30,7 +30,7 @@ export function stackedBar({ label, parts, whole, format, marks = [] }) {
 /**
  * Returns a legend.
  * @param {Array<{name: string, variable: string, text?: string, note?: string}>} items
- * @param {Array<{name: string, text?: string}>} [lines] items that a line marks
+ * @param {Array<{name: string, text?: string, dashed: boolean}>} [lines] items that a line marks
  */
 export function legend(items, lines = []) {
   const entry = (item, mark) =>
@@ -39,6 +39,10 @@ export function legend(items, lines = []) {
     "ul",
     { class: "legend" },
     items.map((item) => entry(item, element("span", { class: "mark", style: { background: css(item.variable) } }))),
-    lines.map((item) => entry(item, element("span", { class: "mark line" }))),
+    lines.map((item) => entry(item, element("span", { class: lineClass("mark line", item) }))),
   );
+}
+
+function lineClass(base, { dashed }) {
+  return dashed ? `${base} dashed` : base;
 }

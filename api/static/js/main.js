@@ -62,12 +62,16 @@ async function open({ again = false } = {}) {
 async function built(path) {
   try {
     const make = pageOf(path);
-    if (!make) return { title: "Not found", node: problemBox({ title: "There is no such page", detail: path }) };
+    if (!make) return errorPage("Not found", { title: "There is no such page", detail: path });
     return await make(context);
   } catch (error) {
     const retry = element("button", { type: "button", on: { click: () => open({ again: true }) } }, "Try again");
-    return { title: "Error", node: element("div", {}, problemBox(error), retry) };
+    return errorPage("Error", error, retry);
   }
+}
+
+function errorPage(title, error, ...actions) {
+  return { title, node: element("div", {}, element("h1", {}, title), problemBox(error, ...actions)) };
 }
 
 function followLink(event) {

@@ -3,7 +3,7 @@
 import { rememberedRequest } from "shardplan/api.js";
 import { card, element, emptyText } from "shardplan/dom.js";
 import { planForm } from "shardplan/pages/plan_form.js";
-import { jobTable } from "shardplan/pages/plans.js";
+import { jobList } from "shardplan/pages/plans.js";
 import { problemBox } from "shardplan/pages/problem_box.js";
 
 const LATEST = 5;
@@ -26,7 +26,7 @@ export async function newPlanPage({ api, navigate }) {
       "div",
       {},
       element("h1", {}, query.has("from") ? "Change and plan again" : "New plan"),
-      element("div", { class: "start" }, form, element("aside", { "aria-label": "Examples and latest jobs" }, examples(send), card("Latest jobs", latest.jobs.length ? jobTable("Latest jobs", latest.jobs) : emptyText("None yet.")))),
+      element("div", { class: "start" }, form, element("aside", { "aria-label": "Examples and latest jobs" }, examples(send), card("Latest jobs", latest.jobs.length ? jobList(latest.jobs) : emptyText("None yet.")))),
     ),
   };
 }

@@ -33,16 +33,26 @@ export async function plansPage({ api, state }) {
   return { title: "Plans", node, update };
 }
 
+/** Returns the list of some jobs in short, each with a link to its page and its status. */
+export function jobList(jobs) {
+  const entry = (job) => element("li", {}, element("a", { href: `/plans/${job.id}` }, job.label), statusBadge(job.status));
+  return element("ul", { class: "job-list" }, jobs.map(entry));
+}
+
 /** Returns the table of some jobs, each with a link to its page. */
-export function jobTable(title, jobs, empty) {
+function jobTable(title, jobs, empty) {
   const columns = [
     { title: "Job", value: (job) => job.label, text: (label, job) => element("a", { href: `/plans/${job.id}` }, label) },
-    { title: "Status", value: (job) => job.status, text: (status) => element("span", { class: `badge ${status}` }, status) },
+    { title: "Status", value: (job) => job.status, text: statusBadge },
     { title: "Queued", value: (job) => job.queued_at, text: moment, number: true },
     { title: "Took", value: (job) => (job.started_at && job.finished_at ? job.finished_at - job.started_at : null), text: seconds, number: true },
     { title: "Error", value: (job) => job.error ?? "" },
   ];
   return table({ title, columns, rows: jobs, empty, limit: 500 });
+}
+
+function statusBadge(status) {
+  return element("span", { class: `badge ${status}` }, status);
 }
 
 function statusSelect(state) {

@@ -28,11 +28,10 @@ function underCaps(request, cluster) {
 
 /** Returns the cluster with `factor` times its nodes, null where that is no whole number or its nodes are unlike. */
 function withNodes(cluster, factor) {
+  if (factor === 1) return cluster;
   const simple = simpleCluster(cluster);
-  const nodes = (simple ?? cluster).nodes ?? 1;
-  const wanted = nodes * factor;
-  if (!Number.isInteger(wanted) || wanted < 1) return null;
-  if (simple) return `${wanted}x${simple.perNode}x${simple.device}`;
-  if (typeof cluster === "string" || cluster.groups || cluster.cards_per_node == null && cluster.nodes == null) return factor === 1 ? cluster : null;
-  return { ...cluster, nodes: wanted };
+  if (!simple && (typeof cluster === "string" || cluster.groups)) return null;
+  const wanted = factor * ((simple ?? cluster).nodes ?? 1);
+  if (!Number.isInteger(wanted)) return null;
+  return simple ? `${wanted}x${simple.perNode}x${simple.device}` : { ...cluster, nodes: wanted };
 }

@@ -28,21 +28,21 @@ function draw({ memory }) {
 export function memoryBar(memory) {
   if (!memory) return emptyText("This plan has no estimate of memory.");
   const marks = [
-    ["cap", memory.cap_bytes],
-    ["capacity", memory.capacity_bytes],
-  ].filter(([, amount]) => amount != null);
+    { name: "cap", amount: memory.cap_bytes, dashed: true },
+    { name: "capacity", amount: memory.capacity_bytes, dashed: false },
+  ].filter((mark) => mark.amount != null);
   const parts = (memory.roles ?? []).map((role) => ({ name: role.label, amount: role.bytes, note: role.note, variable: memoryVariable(role.role) }));
   const whole = Math.max(memory.peak_bytes, memory.capacity_bytes ?? 0, memory.cap_bytes ?? 0);
-  return stackedBar({ label: "Memory at the peak", parts, whole, format: bytes, marks: marks.map(([name, amount]) => ({ name, amount })) });
+  return stackedBar({ label: "Memory at the peak", parts, whole, format: bytes, marks });
 }
 
 function memoryCourse(memory) {
   const curve = memory.curve ?? [];
   if (curve.length < 2) return emptyText("This plan has no course of memory over the step.");
   const option = ({ colour }) => ({
-    grid: { left: 64, right: 16, top: 24, bottom: 40 },
+    grid: { left: 64, right: 24, top: 24, bottom: 28 },
     tooltip: areaTooltip(memory, colour),
-    xAxis: axisLook(colour, { type: "value", name: "seconds", nameLocation: "middle", nameGap: 26, max: curve.at(-1).at_s }),
+    xAxis: axisLook(colour, { type: "value", max: curve.at(-1).at_s, axisLabel: { formatter: seconds } }),
     yAxis: axisLook(colour, { type: "value", axisLabel: { formatter: bytes } }),
     series: memoryAreas(memory, colour),
   });

@@ -2,8 +2,8 @@
 
 /**
  * Returns the root of the tree of `parameters`. A node has `name` (its own part of the FQN), `path`, `children`,
- * `bytes` of all parameters in it on one device, `count` of equal modules, and `parameter` where it is a leaf. Chains of
- * modules with a single child are one node.
+ * `bytes` of all parameters in it on one device, `count` of equal modules, and `parameter` where it is a leaf. A module
+ * with a single child is one node with it.
  */
 export function moduleTree(parameters) {
   const root = { name: "", path: "", children: new Map(), parameter: null };
@@ -34,7 +34,7 @@ export function filtered(node, keep) {
 function joined(node) {
   const children = [...node.children.values()].map(joined);
   const [only] = children;
-  if (node.path && children.length === 1 && !node.parameter && !only.parameter) return { ...only, name: `${node.name}.${only.name}` };
+  if (node.path && children.length === 1 && !node.parameter) return { ...only, name: `${node.name}.${only.name}` };
   const sizes = [node.parameter?.bytes ?? null, ...children.map((child) => child.bytes)].filter((size) => size != null);
   const counts = [node.parameter?.count ?? Infinity, ...children.map((child) => child.count)];
   return {

@@ -7,6 +7,7 @@ import { scrollRegion } from "shardplan/table.js";
 
 const BOX = { width: 168, height: 44 };
 const LETTERS = 22;
+const MARGIN = 12;
 
 /**
  * Returns the drawing of a section's ops.
@@ -15,19 +16,19 @@ const LETTERS = 22;
  */
 export function opGraph(ops, redistributions) {
   const graph = laidOut(ops, redistributions);
-  const { width, height } = graph.graph();
+  const { left, top, width, height } = extent(graph);
   const told = element("p", { class: "quiet", role: "status" }, "Hover over or focus an op to read its figures; the arrow keys move between ops.");
   const boxes = ops.map((op) => box(op, graph.node(String(op.index)), told));
   roveFocus(boxes);
   const edges = graph.edges().map((edge) => edgeShape(graph.edge(edge), told));
-  const drawing = svg("svg", { class: "graph", width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Graph of ops" }, arrowHeads(), edges, boxes);
+  const drawing = svg("svg", { class: "graph", width, height, viewBox: `${left} ${top} ${width} ${height}`, role: "group", "aria-label": "Graph of ops" }, arrowHeads(), edges, boxes);
   const key = element("p", { class: "quiet" }, hiddenText("Key: "), "A thick edge is a redistribution, with the seconds of all its calls in a step.");
   return [key, scrollRegion("Graph of ops", drawing), told];
 }
 
 function laidOut(ops, redistributions) {
   const graph = new dagre.graphlib.Graph({ multigraph: true });
-  graph.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 40, marginx: 12, marginy: 12 });
+  graph.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 40 });
   graph.setDefaultEdgeLabel(() => ({}));
   const inSection = new Set(ops.map((op) => op.index));
   for (const op of ops) graph.setNode(String(op.index), { ...BOX });
@@ -46,6 +47,17 @@ function laidOut(ops, redistributions) {
   }
   dagre.layout(graph);
   return graph;
+}
+
+/** Returns the rectangle of all boxes and edges; dagre's own leaves out edges that pass beside the boxes. */
+function extent(graph) {
+  const points = graph.edges().flatMap((edge) => graph.edge(edge).points);
+  for (const { x, y, width, height } of graph.nodes().map((node) => graph.node(node))) {
+    points.push({ x: x - width / 2, y: y - height / 2 }, { x: x + width / 2, y: y + height / 2 });
+  }
+  const [xs, ys] = [points.map(({ x }) => x), points.map(({ y }) => y)];
+  const [left, top] = [Math.min(...xs) - MARGIN, Math.min(...ys) - MARGIN];
+  return { left, top, width: Math.max(...xs) + MARGIN - left, height: Math.max(...ys) + MARGIN - top };
 }
 
 /** Returns the key of a small node that stands for the section's input. */
