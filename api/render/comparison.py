@@ -46,13 +46,26 @@ def _name(price: BaselinePrice) -> str:
 
 
 def _row(price: BaselinePrice, plan: ShardingPlan, step_s: float) -> tuple[str, str, str, str, str]:
-    name = f"  {_name(price)}"
     memory = "-" if price.peak_memory_bytes is None else size(price.peak_memory_bytes)
+    time = "-" if price.step_time_s is None else duration(price.step_time_s)
+    return f"  {_name(price)}", price.mesh, time, memory, _verdict(price, plan, step_s)
+
+
+def baseline_verdict(price: BaselinePrice, plan: ShardingPlan) -> str:
+    """Return how a baseline compares with a plan: that it is the plan itself, slower by so much, or does not fit."""
+    if plan.estimate is None:
+        return ""
+    if _is_same(price, plan, plan.estimate):
+        return "this plan"
+    return _verdict(price, plan, plan.estimate.step_time_s)
+
+
+def _verdict(price: BaselinePrice, plan: ShardingPlan, step_s: float) -> str:
     if price.step_time_s is not None:
-        return name, price.mesh, duration(price.step_time_s), memory, _difference(price.step_time_s, plan, step_s)
+        return _difference(price.step_time_s, plan, step_s)
     if price.peak_memory_bytes is None:
-        return name, price.mesh, "-", memory, "the model has no such plan here"
-    return name, price.mesh, "-", memory, f"does not fit, needs {memory}"
+        return "the model has no such plan here"
+    return f"does not fit, needs {size(price.peak_memory_bytes)}"
 
 
 def _difference(other_s: float, plan: ShardingPlan, step_s: float) -> str:

@@ -38,7 +38,7 @@ def assumed(plan: ShardingPlan) -> list[str]:
 
 def warnings(plan: ShardingPlan) -> list[str]:
     """Return lines that warn of what makes a plan slow or fragile; none where nothing does."""
-    return [line for text in _warnings(plan) for line in fold(text, "Warning: ")]
+    return [line for text in warning_texts(plan) for line in fold(text, "Warning: ")]
 
 
 def figures(plan: ShardingPlan, cost: RunCost | None) -> list[str]:
@@ -111,7 +111,8 @@ def _job(job: Job) -> str:
     return ", ".join(parts)
 
 
-def _warnings(plan: ShardingPlan) -> Iterator[str]:
+def warning_texts(plan: ShardingPlan) -> Iterator[str]:
+    """Yield what makes a plan slow or fragile, a text each."""
     estimate = plan.estimate
     if estimate is not None and estimate.host_s is not None and estimate.host_s > estimate.step_time_s:
         yield (

@@ -19,7 +19,7 @@ from api.render.text import bars, duration, fold, size_unit, time_unit
 from api.requests.run_cost import RunCost
 from planner.plan.sharding_plan import Estimate, Job, Pipeline, ShardingPlan
 
-_ROLES = {
+MEMORY_NOTES = {
     "activations": "saved for the backward",
     "recomputed_block": "one block's, made again in the backward",
     "allocator": "free blocks of torch's caching allocator",
@@ -85,16 +85,17 @@ def plan_lines(
 
 def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
     ordered = sorted(estimate.memory.items(), key=lambda item: -item[1])
-    amounts = {_role(role): float(nbytes) for role, nbytes in ordered if nbytes}
+    amounts = {role_label(role): float(nbytes) for role, nbytes in ordered if nbytes}
     if not amounts:
         return []
-    roles = _ROLES if plan.job.training else _ROLES | _ROLES_OF_A_FORWARD
+    roles = MEMORY_NOTES if plan.job.training else MEMORY_NOTES | _ROLES_OF_A_FORWARD
     unit, one = size_unit(max(amounts.values()))
-    notes = {_role(role): text for role, text in roles.items()}
+    notes = {role_label(role): text for role, text in roles.items()}
     return bars(f"Memory per {device_word(cluster_of(plan))}", amounts, unit, one, notes)
 
 
-def _role(role: str) -> str:
+def role_label(role: str) -> str:
+    """Return the name of a role of memory in text."""
     return _NAMES.get(role, role.replace("_", " "))
 
 

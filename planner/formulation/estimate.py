@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import MeshSpec
@@ -19,11 +20,29 @@ from planner.graph.op_graph import Value
 from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Kind
 from planner.ilp.step_cost import Totals, exposed_once_s, live_bytes, peak_bytes, phase_time_s, step_time_s
 from planner.liveness.multiplicity import Multiplicity
+from planner.liveness.parameter_classes import FsdpGroup
 from planner.liveness.structure import EdgeKey, Structure
 from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, Estimate, Phase
 from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_port
 from planner.pricing.price import Price, add_prices
 from planner.pricing.run_spec import Run
+
+
+class Item(NamedTuple):
+    """One item of a decision's price, and where it occurs.
+
+    Attributes:
+        region: the region class that runs it, of a redistribution the one that reads the tensor; None: no class does.
+        edge: of a redistribution, the edge of the tensor that is redistributed.
+        group: of collectives of FSDP groups, a kind of block.
+        ports: of a redistribution, the layouts before and after it.
+    """
+
+    price: Price
+    region: int | None = None
+    edge: EdgeKey | None = None
+    group: FsdpGroup | None = None
+    ports: tuple[PortLayouts, PortLayouts] | None = None
 
 
 class _Itemiser:
@@ -33,21 +52,23 @@ class _Itemiser:
         self._structure = structure
         self._decision = decision
 
-    def prices(self) -> Iterator[Price]:
-        yield Price(charge=self._formulator.constant())
+    def items(self) -> Iterator[Item]:
+        yield Item(Price(charge=self._formulator.constant()))
         for index, strategy in enumerate(self._decision.strategies):
-            yield self._formulator.region_price(index, strategy)
+            yield Item(self._formulator.region_price(index, strategy), index)
         for parameter, choice in zip(self._structure.parameters, self._decision.stored, strict=True):
-            yield _some(self._formulator.parameter_price(parameter, choice))
+            first = next((index for index, _ in parameter.uses), None)
+            yield Item(_some(self._formulator.parameter_price(parameter, choice)), first)
             for use in parameter.uses:
                 index, slot = use
                 strategy = self._decision.strategies[index]
-                yield _some(self._formulator.use_price(parameter, use, choice, producer_port(strategy, slot)))
+                price = self._formulator.use_price(parameter, use, choice, producer_port(strategy, slot))
+                yield Item(_some(price), index)
         for gather in self._formulator.fsdp_variables.chosen(self._decision.stored, self._decision.reshard_after):
-            yield self._formulator.fsdp_variables.price(gather)
+            yield Item(self._formulator.fsdp_variables.price(gather), group=gather.block)
         yield from self._redistributions()
         if self._pricer.run.job.has_peak_candidates:
-            yield from self._copies()
+            yield from map(Item, self._copies())
 
     def _ports(self, key: EdgeKey) -> tuple[PortLayouts, PortLayouts]:
         producer, consumer = self._decision.strategies[key.producer], self._decision.strategies[key.consumer]
@@ -61,17 +82,27 @@ class _Itemiser:
         """Return the distinct pairs (producer's layouts, consumer's layouts) on the edges of ``multiplicity``."""
         return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in multiplicity.edges))
 
-    def _redistributions(self) -> Iterator[Price]:
+    def _redistributions(self) -> Iterator[Item]:
         for multiplicity in self._structure.redistributions:
             value, adjacent = self._value(multiplicity), self._formulator.adjacent_gemms(multiplicity)
             for source, target in self._wanted(multiplicity):
                 if source != target:
-                    yield _some(self._pricer.redistribution(value, source, target, multiplicity.count, adjacent))
+                    price = _some(self._pricer.redistribution(value, source, target, multiplicity.count, adjacent))
+                    yield self._redistribution_item(price, multiplicity, source, target)
         for multiplicity in self._structure.recomputed_redistributions:
             value, adjacent = self._value(multiplicity), self._formulator.recomputed_adjacent_gemms(multiplicity)
             for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout:
-                    yield self._pricer.recomputed_redistribution(value, source, target, multiplicity.count, adjacent)
+                    count = multiplicity.count
+                    price = self._pricer.recomputed_redistribution(value, source, target, count, adjacent)
+                    yield self._redistribution_item(price, multiplicity, source, target)
+
+    def _redistribution_item(
+        self, price: Price, multiplicity: Multiplicity, source: PortLayouts, target: PortLayouts
+    ) -> Item:
+        keys = (self._structure.edges[edge] for edge in multiplicity.edges)
+        edge = next(key for key in keys if self._ports(key) == (source, target))
+        return Item(price, edge.consumer, edge, ports=(source, target))
 
     def _copies(self) -> Iterator[Price]:
         throughout = self._structure.timeline.throughout
@@ -103,7 +134,12 @@ def _some(price: Price | None) -> Price:
 
 def itemise(formulator: Formulator, structure: Structure, decision: Decision) -> Price:
     """Return the price of ``decision``: the totals of all quantities, and every collective."""
-    return add_prices(list(_Itemiser(formulator, structure, decision).prices()))
+    return add_prices([item.price for item in items(formulator, structure, decision)])
+
+
+def items(formulator: Formulator, structure: Structure, decision: Decision) -> Iterator[Item]:
+    """Yield the items that the price of ``decision`` is the sum of."""
+    return _Itemiser(formulator, structure, decision).items()
 
 
 def estimate(formulator: Formulator, structure: Structure, decision: Decision) -> Estimate:

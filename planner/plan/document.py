@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from cost_model.layouts.layout import Layout, format_layout, parse_layout
 from planner.errors import JobError, PlanFormatError
-from planner.plan.estimate import BaselinePrice, Estimate, Pipeline, SolverReport, Verification
+from planner.plan.estimate import BaselinePrice, Breakdown, Estimate, Pipeline, SolverReport, Verification
 from planner.plan.former_names import with_current_names
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.ports import Port, PortSpec
@@ -136,6 +136,8 @@ class PlanDocument(_Document):
     pipeline: Pipeline | None = None
     """The pipeline stages that the model is cut into, along the mesh's outermost axis; null: no pipeline."""
     estimate: Estimate | None = None
+    breakdown: Breakdown | None = None
+    """Where the estimate's seconds and bytes are spent, by parts of the model; null: not known."""
     solver: SolverReport | None = None
     baselines: list[BaselinePrice] = []
     """Prices of the plans that people write by hand, for the same job."""

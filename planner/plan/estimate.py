@@ -198,6 +198,131 @@ class BaselinePrice:
     ac: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionCost:
+    """One part of the model in execution order: equal blocks that run one after another, or ops outside of blocks.
+
+    Seconds are those of a step on one device: of all blocks of the section, and of all micro-batches.
+
+    Attributes:
+        module: FQN pattern of the blocks, or FQN of a module; "" is the root.
+        calls: number of blocks.
+        forward_s: seconds of kernels of the forward.
+        backward_s: seconds of kernels of the backward, with recomputation.
+        forward_wait_s, backward_wait_s: seconds by which communication delays these kernels: they wait for it, or run
+            slower beside it. Where a link is busier than the kernels, a phase takes longer than both together.
+        collectives: the collectives of a step.
+    """
+
+    module: str
+    calls: int = 1
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    forward_wait_s: float = 0.0
+    backward_wait_s: float = 0.0
+    collectives: tuple[CollectiveEstimate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """One op of one block of a section.
+
+    Attributes:
+        section: index of the section.
+        op: name of the op, such as "linear".
+        module: FQN pattern of the module whose forward has it.
+        flops: FLOPs of one call of the forward, of the whole micro-batch; 0 where no matrix multiplication runs.
+        nbytes: bytes that this call reads and writes, unsplit.
+        forward_s, backward_s: seconds of a step, as in `SectionCost`.
+        inputs: indices of the ops of the same block whose results it reads.
+    """
+
+    section: int
+    op: str
+    module: str
+    flops: float = 0.0
+    nbytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    inputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedistributionCost:
+    """One tensor that is redistributed in a section.
+
+    Attributes:
+        section: index of the section that reads it.
+        producer, consumer: indices of the ops that make and first read it; None: a model input, or no op of the plan.
+        before, after: layouts as text, one placement for each axis.
+        time_s: seconds of the redistributions of a step, of tensor and gradient, overlapped or exposed.
+    """
+
+    section: int
+    producer: int | None
+    consumer: int | None
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBytes:
+    """Equal parameters of equal blocks.
+
+    Attributes:
+        name: FQN pattern.
+        count: number of parameters.
+        shape: unsharded shape of one.
+        nbytes: stored bytes of all of them on one device, without gradients and optimizer states.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """The live bytes on a device at one point of a micro-batch, beyond those of `Breakdown.held`.
+
+    Attributes:
+        phase: phase of the point; "update" is the optimizer's step.
+        fraction: fraction of the phase's kernels that have run by then.
+        module: FQN of the module that runs.
+        live: role -> bytes.
+    """
+
+    phase: Literal["forward", "backward", "update"]
+    fraction: float
+    module: str
+    live: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the seconds and bytes of an `Estimate` are spent; of a pipeline, on a device of the slowest stage.
+
+    Attributes:
+        sections: the parts of the model, in execution order.
+        ops: the ops of one block of each section.
+        redistributions: the tensors whose layout changes between ops.
+        parameters: the parameters' shapes and stored bytes.
+        held: role -> bytes that are allocated during the whole step.
+        memory: live bytes over the phases of a micro-batch, in the order in which they run.
+        stage: of a pipeline, index of the stage that all this is of.
+    """
+
+    sections: tuple[SectionCost, ...] = ()
+    ops: tuple[OpCost, ...] = ()
+    redistributions: tuple[RedistributionCost, ...] = ()
+    parameters: tuple[ParameterBytes, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict)
+    memory: tuple[MemoryPoint, ...] = ()
+    stage: int | None = None
+
+
 VerificationOutcome = Literal["as-planned", "not-run"]
 
 

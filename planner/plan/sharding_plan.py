@@ -17,6 +17,7 @@ from planner.plan.checks import check_layout, check_names, check_ports, check_zi
 from planner.plan.document import FORMAT_VERSION
 from planner.plan.estimate import (
     BaselinePrice,
+    Breakdown,
     CollectiveEstimate,
     Estimate,
     Phase,
@@ -103,6 +104,7 @@ class ShardingPlan:
         pipeline: the stages that the model is cut into. The mesh then has an outermost axis "pp", and layouts are on
             the other axes. None: there is no pipeline.
         estimate: seconds and bytes of a step; None: the plan was not priced.
+        breakdown: where the estimate's seconds and bytes are spent; None: the planner did not write the plan.
         solver: objective, lower bound and gap of the plan; None: the planner did not write the plan.
         baselines: prices of the plans that people write by hand, for the same job; empty where none was priced.
         verification: the result of running the plan on fake processes; None: the planner did not write the plan.
@@ -137,6 +139,7 @@ class ShardingPlan:
     zigzag: ZigzagOrder | None = None
     pipeline: Pipeline | None = None
     estimate: Estimate | None = None
+    breakdown: Breakdown | None = None
     solver: SolverReport | None = None
     baselines: tuple[BaselinePrice, ...] = ()
     verification: Verification | None = None
@@ -288,6 +291,7 @@ class ShardingPlan:
             "zigzag": None if self.zigzag is None else dataclasses.asdict(self.zigzag),
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
             "estimate": None if self.estimate is None else _json_values(self.estimate),
+            "breakdown": None if self.breakdown is None else _without_defaults(self.breakdown),
             "solver": None if self.solver is None else _json_values(self.solver),
             "baselines": [_json_values(price) for price in self.baselines],
             "verification": None if self.verification is None else _json_values(self.verification),
@@ -364,6 +368,16 @@ def _json_values(value: Any) -> dict[str, Any]:
     """Return a dataclass as JSON values."""
     values = dataclasses.asdict(value)
     return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
+
+
+def _without_defaults(value: Any) -> Any:
+    """Return a value of dataclasses, tuples and mappings as JSON values, without the fields that have their default."""
+    if dataclasses.is_dataclass(value):
+        fields = ((item.name, getattr(value, item.name), item.default) for item in dataclasses.fields(value))
+        return {name: _without_defaults(own) for name, own, default in fields if own != default}
+    if isinstance(value, Mapping):
+        return {key: _without_defaults(item) for key, item in value.items()}
+    return [_without_defaults(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _check_containers(plan: ShardingPlan) -> None:

@@ -102,7 +102,7 @@ class RegionPricer:
         prices = list(self._pipeline_messages(region, strategy, count))
         calls = count * self._run.passes
         for region_op, *sums in zip(region.ops, autograd_sums, gemm_sums, strict=True):
-            forward_s, backward_s = self._op_time(region, region_op, strategy)
+            forward_s, backward_s = self.op_time(region, region_op, strategy)
             has_gemm = self._profile.ops[region_op.op.name].flops > 0
             cache_nbytes = self._memory.kv_cache_nbytes(region, region_op, strategy)
             if cache_nbytes:
@@ -126,7 +126,7 @@ class RegionPricer:
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
+    def op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
         """Return the seconds of one op on one device's shards."""
         key = _layouts_of(region_op, strategy)
         if key not in self._times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from planner.graph.trace_module import TracedModule
@@ -11,6 +12,8 @@ from planner.pricing.run_spec import Run
 from planner.run.run_planner import RunPlanner
 from planner.search.pipeline.stage_planners import PlannedPipeline
 from planner.writing.axis_names import named_by_role, pipeline_named_by_role, report_on, with_name_notes
+from planner.writing.breakdown import breakdown
+from planner.writing.pipeline import pipeline_breakdown
 from planner.writing.simplest import Fastest
 from planner.writing.write import write_pipeline_plan, write_plan
 
@@ -41,7 +44,11 @@ def named_plan(
         stages = plan if keep_names else pipeline_named_by_role(planner, module, plan)
         report = report_on(report, plan.pipeline.whole_mesh, stages.pipeline.whole_mesh)
         notes = notes_on(stages.stages()[0].run)
-        return with_name_notes(write_pipeline_plan(planner, module, stages, memory_bytes, report, notes))
+        written = write_pipeline_plan(planner, module, stages, memory_bytes, report, notes)
+        return with_name_notes(dataclasses.replace(written, breakdown=pipeline_breakdown(planner, module, stages)))
     named = plan if keep_names else named_by_role(planner, module, plan)
     report = report_on(report, plan.run.mesh, named.run.mesh)
-    return with_name_notes(write_plan(planner, module, named, memory_bytes, report, notes_on(named.run)))
+    written = write_plan(planner, module, named, memory_bytes, report, notes_on(named.run))
+    formulator, structure = planner.formulator(named.run)
+    by_parts = breakdown(formulator, structure, named.decision, module.names.modules)
+    return with_name_notes(dataclasses.replace(written, breakdown=by_parts))

@@ -7,13 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_model.layouts.layout import MeshSpec, format_layout
-from planner.graph.trace_module import ModuleNames
-from planner.plan.estimate import Estimate, Pipeline, PipelineStage
+from planner.graph.trace_module import ModuleNames, TracedModule
+from planner.plan.estimate import Breakdown, Estimate, Pipeline, PipelineStage
 from planner.plan.job import CheckpointingMode
 from planner.regions.regions import block_of
+from planner.run.run_planner import RunPlanner
+from planner.run.run_results import Candidate
 from planner.search.pipeline.interleaving import placed_in_model
-from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, is_boundary_path, stage_counts
+from planner.search.pipeline.stage_planners import (
+    PipelineRun,
+    PlannedPipeline,
+    StagePlanners,
+    is_boundary_path,
+    listed_blocks,
+    stage_counts,
+)
 from planner.search.pipeline.step_time import StageKind, pass_s
+from planner.writing.breakdown import breakdown
 from planner.writing.fqn_entries import NamedEntries, PlanEntries, fold_names, named_entries
 
 
@@ -81,6 +91,24 @@ def pipeline_entries(pipeline_plan: PlannedPipeline, blocks: Sequence[str], modu
     )
 
 
+def pipeline_breakdown(planner: RunPlanner, module: TracedModule, pipeline_plan: PlannedPipeline) -> Breakdown:
+    """Return where the seconds and bytes of the slowest stage of a pipeline are spent.
+
+    Args:
+        planner: the planner of the whole model.
+        module: the whole model.
+    """
+    pipeline, stages = pipeline_plan.pipeline, pipeline_plan.stages()
+    slowest = _slowest(stages)
+    index = next(number for number, stage in enumerate(stages) if stage is slowest)
+    kind = next(kind for kind, _ in pipeline_plan.kinds if index in kind.indices)
+    stage_planner = StagePlanners(planner).planner(kind, len(stages))
+    formulator, structure = stage_planner.formulator(slowest.run)
+    rename = _renaming(kind, index, pipeline, listed_blocks(planner))
+    by_parts = breakdown(formulator, structure, slowest.decision, module.names.modules, rename)
+    return dataclasses.replace(by_parts, stage=index)
+
+
 def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequence[str]) -> Callable[[str], str]:
     """Return a function from FQNs of the stage that was planned for ``kind`` to FQNs of stage ``index``."""
     counts, which = stage_counts(kind, len(blocks))
@@ -104,7 +132,7 @@ def _modules(parameters: Mapping[str, object], module: ModuleNames) -> tuple[str
 def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
     """Return the estimate of a step, and the seconds that a device of the slowest stage waits for other stages."""
     stages, micro_batches = pipeline_plan.stages(), pipeline_plan.pipeline.micro_batches
-    slowest = max(stages, key=lambda stage: pass_s(stage.estimate, stage.run.passes))
+    slowest = _slowest(stages)
     share = micro_batches / slowest.run.passes
     own = slowest.estimate
     fullest = max((stage.estimate for stage in stages), key=lambda estimate: estimate.peak_memory_bytes)
@@ -125,6 +153,11 @@ def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
         memory=fullest.memory,
     )
     return estimate, pipeline_plan.step_time_s - busy_s
+
+
+def _slowest(stages: Sequence[Candidate]) -> Candidate:
+    """Return the stage that takes longest for a micro-batch."""
+    return max(stages, key=lambda stage: pass_s(stage.estimate, stage.run.passes))
 
 
 def _known_sum(values: Sequence[float | None]) -> float | None:

@@ -104,7 +104,10 @@ class GlooRanks:
             waiting = [pipe for pipe in self._pipes if pipe not in results]
             ready = multiprocessing.connection.wait(waiting, self._timeout_s + 30)
             for pipe in ready:
-                is_right, result = pipe.recv()
+                try:
+                    is_right, result = pipe.recv()
+                except (EOFError, ConnectionError):
+                    is_right, result = False, self._crashes()
                 if not is_right:
                     self._end()
                     raise RankError(result)
@@ -126,6 +129,12 @@ class GlooRanks:
             self._processes.append(process)
             self._pipes.append(here)
 
+    def _crashes(self) -> str:
+        """Return the tracebacks of ranks that died of a signal."""
+        assert self._folder is not None
+        crashes = [path for path in sorted(Path(self._folder.name).glob("crash-*")) if path.stat().st_size]
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in crashes) or "a rank died without a word"
+
     def _end(self) -> None:
         for pipe in self._pipes:
             pipe.close()
@@ -138,17 +147,23 @@ class GlooRanks:
 
 
 def _serve_calls(rank: int, world_size: int, folder: str, timeout_s: float, pipe: Any) -> None:
+    _watch_for_crashes(rank, folder)
     _initialize(rank, world_size, folder, timeout_s)
     while True:
         try:
             source, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             result = pickle.dumps(_load(*source)(rank, *pickle.loads(args)))  # noqa: S301
             pipe.send((True, result))
         except Exception:  # noqa: BLE001 - whatever it is, the caller hears of it
             pipe.send((False, f"error-{rank}:\n{traceback.format_exc()}"))
+
+
+def _watch_for_crashes(rank: int, folder: str) -> None:
+    """Let a process that dies of a signal write its tracebacks to a file: it leaves no others."""
+    faulthandler.enable((Path(folder) / f"crash-{rank}").open("w"))
 
 
 def _initialize(rank: int, world_size: int, folder: str, timeout_s: float) -> None:
@@ -167,9 +182,7 @@ def _initialize(rank: int, world_size: int, folder: str, timeout_s: float) -> No
 def _rank_main(
     rank: int, source: tuple[str, str, str], world_size: int, folder: str, timeout_s: float, call: bytes
 ) -> None:
-    # A process that dies of a signal leaves no traceback but this one.
-    crash = (Path(folder) / f"crash-{rank}").open("w")
-    faulthandler.enable(crash)
+    _watch_for_crashes(rank, folder)
     _initialize(rank, world_size, folder, timeout_s)
     try:
         fn = _load(*source)

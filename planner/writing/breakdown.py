@@ -1,0 +1,414 @@
+"""`breakdown`: where a decision's seconds and bytes are spent, by parts of the model, ops, tensors and time."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cost_model.layouts.layout import Layout, format_layout, split_factor
+from planner.formulation.decision import Decision
+from planner.formulation.estimate import Item, collective_rows, items
+from planner.formulation.formulate import Formulator
+from planner.ilp.quantities import BACKWARD, FORWARD, Charge, Kind, PhaseQuantities
+from planner.ilp.step_cost import live_bytes
+from planner.liveness.structure import EdgeKey, Structure
+from planner.plan.estimate import (
+    Breakdown,
+    MemoryPoint,
+    OpCost,
+    ParameterBytes,
+    RedistributionCost,
+    SectionCost,
+)
+from planner.plan.job import BYTES_PER_ELEMENT
+from planner.plan.patterns import match_keys
+from planner.pricing.op_times import OpTime
+from planner.pricing.price import Collective, Price, add_prices
+from planner.regions.regions import Region
+from planner.writing.fqn_entries import fold_names
+
+MOST_POINTS = 120
+"""Most points of the memory curve: a model of many unlike blocks has thousands."""
+
+_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
+
+
+@dataclass(slots=True)
+class _Section:
+    """Blocks with equal region classes that run one after another, or consecutive regions of one module.
+
+    Attributes:
+        modules: FQNs of the blocks, or of the one module.
+        regions: indices of the regions, those of the first block first.
+    """
+
+    modules: list[str]
+    regions: list[int]
+    per_block: int = 0
+
+
+def breakdown(
+    formulator: Formulator,
+    structure: Structure,
+    decision: Decision,
+    modules: Sequence[str],
+    rename: Callable[[str], str] = str,
+) -> Breakdown:
+    """Return where the seconds and bytes of ``decision`` are spent.
+
+    Args:
+        modules: FQNs of the model's modules.
+        rename: FQN in the graph -> FQN in the model, which differ in the stages of a pipeline.
+    """
+    return _Writer(formulator, structure, decision, modules, rename).write()
+
+
+class _Writer:
+    def __init__(
+        self,
+        formulator: Formulator,
+        structure: Structure,
+        decision: Decision,
+        modules: Sequence[str],
+        rename: Callable[[str], str],
+    ) -> None:
+        self._formulator, self._structure, self._decision = formulator, structure, decision
+        self._run = formulator.pricer.run
+        self._modules, self._rename = modules, rename
+        self._position = {op.name: number for number, op in enumerate(structure.regions.graph.ops)}
+        self._sections = list(self._find_sections())
+        self._in_section = _Shares.of(structure, self._sections)
+        self._op_index: dict[tuple[int, str], int] = {}
+
+    def write(self) -> Breakdown:
+        """Return the breakdown."""
+        all_items = list(items(self._formulator, self._structure, self._decision))
+        total = add_prices([item.price for item in all_items])
+        ops = tuple(self._ops())
+        return Breakdown(
+            sections=tuple(self._section_costs(all_items)),
+            ops=ops,
+            redistributions=tuple(self._redistributions(all_items)),
+            parameters=tuple(self._parameters()),
+            held=_held(total.charge),
+            memory=tuple(_thinned(list(self._memory(total.charge)))),
+        )
+
+    @property
+    def _share(self) -> float:
+        """The micro-batches of a step over those that the idle time of a pipeline is counted with."""
+        return self._run.micro_batches / self._run.passes
+
+    # --- sections ------------------------------------------------------------------------------------------------
+
+    def _find_sections(self) -> Iterator[_Section]:
+        """Yield the sections in execution order. A block runs where its first op does."""
+        regions, blocks = self._structure.regions, self._structure.blocks
+        by_module: dict[tuple[str, bool], list[Region]] = defaultdict(list)
+        order: list[tuple[str, bool]] = []
+        for region in sorted((r for r in regions.regions if r.ops), key=self._first_op):
+            block = blocks.of_region.get(region.index)
+            key = (block or region.fqn, block is not None)
+            if block is None and order and order[-1] != key and key in by_module:
+                key = (f"{region.fqn}\0{region.index}", False)  # the module runs again, after another one
+            if key not in by_module:
+                order.append(key)
+            by_module[key].append(region)
+        current: _Section | None = None
+        last: tuple[str, list[int]] | None = None
+        for key in order:
+            own = by_module[key]
+            name, is_block = key[0].partition("\0")[0], key[1]
+            kind = (_NUMBER.sub(r"\1*", name), sorted(regions.class_of[r.index] for r in own)) if is_block else None
+            if current is not None and kind is not None and kind == last:
+                current.modules.append(name)
+                current.regions += [r.index for r in own]
+            else:
+                if current is not None:
+                    yield current
+                current = _Section(modules=[name], regions=[r.index for r in own], per_block=len(own))
+            last = kind
+        if current is not None:
+            yield current
+
+    def _first_op(self, region: Region) -> int:
+        return self._position[region.ops[0].op.name]
+
+    def _section_costs(self, all_items: Sequence[Item]) -> Iterator[SectionCost]:
+        charges: list[dict[str, float]] = [defaultdict(float) for _ in self._sections]
+        collectives: list[list[Collective]] = [[] for _ in self._sections]
+        for item in all_items:
+            seconds = _seconds(item.price.charge)
+            if not (any(seconds.values()) or item.price.collectives):
+                continue
+            for number, share in self._in_section.of_item(item):
+                for name, amount in seconds.items():
+                    charges[number][name] += self._share * share * amount
+                collectives[number] += [_scaled(each, share) for each in item.price.collectives]
+        for section, charge, own in zip(self._sections, charges, collectives, strict=True):
+            yield SectionCost(
+                module=self._pattern(section.modules),
+                calls=len(section.modules),
+                **charge,
+                collectives=collective_rows(Price(collectives=tuple(own)), self._run),
+            )
+
+    def _pattern(self, names: Sequence[str]) -> str:
+        """Return one FQN pattern of the modules ``names`` of the graph."""
+        renamed = {self._rename(name): None for name in names}
+        folded = fold_names(renamed, self._modules)
+        return next(iter(folded)) if len(folded) == 1 else ", ".join(folded)
+
+    # --- ops and redistributions ---------------------------------------------------------------------------------
+
+    def _ops(self) -> Iterator[OpCost]:
+        """Yield the ops of the first block of each section, in execution order."""
+        regions = self._structure.regions
+        rows = []
+        for number, section in enumerate(self._sections):
+            first = section.regions[: section.per_block]
+            pairs = [(r, index) for index in first for r in regions.regions[index].ops]
+            rows += [(number, *pair) for pair in sorted(pairs, key=lambda pair: self._position[pair[0].op.name])]
+        for index, (number, region_op, _) in enumerate(rows):
+            self._op_index[number, region_op.op.name] = index
+        makers = {output: op.name for op in regions.graph.ops for output in op.outputs}
+        for number, region_op, region_index in rows:
+            section, op = self._sections[number], region_op.op
+            time = self._op_time(region_index, op.name)
+            profile = self._structure.profile.ops[op.name]
+            calls = self._run.micro_batches * len(section.modules)
+            made = (self._op_index.get((number, makers.get(name, ""))) for name in op.inputs)
+            yield OpCost(
+                section=number,
+                op=short_op_name(op.target_name),
+                module=self._module_pattern(section, regions.graph.calls[op.call].fqn),
+                flops=profile.flops,
+                nbytes=profile.nbytes,
+                forward_s=calls * time.forward_s,
+                backward_s=calls * time.backward_s,
+                inputs=tuple(dict.fromkeys(producer for producer in made if producer is not None)),
+            )
+
+    def _module_pattern(self, section: _Section, fqn: str) -> str:
+        """Return the FQN pattern of module ``fqn`` of a section's first block, in all of its blocks."""
+        first = section.modules[0]
+        inside = fqn == first or fqn.startswith(f"{first}.")
+        if len(section.modules) == 1 or not inside:
+            return self._rename(fqn)
+        return self._pattern(section.modules) + fqn[len(first) :]
+
+    def _op_time(self, region_index: int, op_name: str) -> OpTime:
+        """Return the seconds of one call of an op under the decision, with its recomputation in the backward."""
+        structure, job = self._structure, self._run.job
+        region = structure.regions.regions[region_index]
+        region_class = structure.regions.class_of[region_index]
+        representative = structure.representative(region_class)
+        place = next(place for place, each in enumerate(region.ops) if each.op.name == op_name)
+        region_op = representative.ops[place]
+        strategy = self._decision.strategies[region_class]
+        forward_s, backward_s = self._formulator.pricer.regions.op_time(representative, region_op, strategy)
+        if not job.training:
+            return OpTime(forward_s, 0.0)
+        mode = structure.mode(representative)
+        has_gemm = structure.profile.ops[region_op.op.name].flops > 0
+        recomputes = mode == "full" or (mode == "selective" and not has_gemm)
+        return OpTime(forward_s, backward_s + (forward_s if recomputes else 0.0))
+
+    def _redistributions(self, all_items: Sequence[Item]) -> Iterator[RedistributionCost]:
+        for item in all_items:
+            if item.edge is None or item.ports is None:
+                continue
+            source, target = item.ports
+            seconds = sum(each.count * each.time_s for each in item.price.collectives)
+            for section, share in self._in_section.of_item(item):
+                producer, consumer = self._ends(section, item.edge)
+                yield RedistributionCost(
+                    section=section,
+                    producer=producer,
+                    consumer=consumer,
+                    before=_text(source.layout),
+                    after=_text(target.layout),
+                    time_s=self._share * share * seconds,
+                )
+
+    def _ends(self, section: int, edge: EdgeKey) -> tuple[int | None, int | None]:
+        """Return the ops (indices) of a section that make and first read the tensor of an edge."""
+        regions = self._structure.regions
+        inside = self._sections[section].regions[: self._sections[section].per_block]
+        consumer = next((i for i in inside if regions.class_of[i] == edge.consumer), None)
+        if consumer is None:
+            return None, None
+        region = regions.regions[consumer]
+        value = region.slots[edge.consumer_slot].value.name
+        reader = next((r.op.name for r in region.ops if edge.consumer_slot in r.inputs), None)
+        maker = next((op.name for op in regions.graph.ops if value in op.outputs), "")
+        return self._op_index.get((section, maker)), self._op_index.get((section, reader or ""))
+
+    # --- bytes ---------------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[ParameterBytes]:
+        graph, job, mesh = self._structure.regions.graph, self._run.job, self._run.mesh.shape
+        for parameter, choice in zip(self._structure.parameters, self._decision.stored, strict=True):
+            value = graph.values[parameter.values[0]]
+            trained = job.training and value.requires_grad
+            itemsize = BYTES_PER_ELEMENT[job.stored_dtype] if trained else value.dtype.itemsize
+            one = value.nbytes // value.dtype.itemsize * itemsize // split_factor(choice.stored, mesh)
+            names = {self._rename(graph.parameters[name][0]): None for name in parameter.values}
+            folded = fold_names(names, names)
+            for pattern, count in _counts(folded, names).items():
+                yield ParameterBytes(name=pattern, count=count, shape=tuple(value.shape), nbytes=one * count)
+
+    def _memory(self, total: Charge) -> Iterator[MemoryPoint]:
+        """Yield the live bytes at each peak candidate, in the order in which the candidates run."""
+        live = live_bytes(total)
+        training = self._run.job.training
+        before = self._seconds_before()
+        whole_s = before[-1] or 1.0
+        points = []
+        regions = {r.op.name: region for region in self._structure.regions.regions for r in region.ops}
+        for candidate in self._structure.timeline.candidates:
+            roles = live.get(candidate.key, {})
+            if candidate.position < 0:
+                points.append(MemoryPoint(phase="update", fraction=1.0, module="", live=_rounded(roles)))
+                continue
+            done = before[candidate.position] / whole_s
+            if training:  # the backward runs from the last op to the first
+                done = 1.0 - before[candidate.position + 1] / whole_s
+            op = self._structure.regions.graph.ops[candidate.position]
+            points.append(
+                MemoryPoint(
+                    phase="backward" if training else "forward",
+                    fraction=min(max(done, 0.0), 1.0),
+                    module=self._rename(regions[op.name].fqn if op.name in regions else ""),
+                    live=_rounded(roles),
+                )
+            )
+        yield from sorted(points, key=lambda point: (point.phase == "update", point.fraction))
+
+    def _seconds_before(self) -> list[float]:
+        """Return, by position, the seconds of the ops before an op in the phase that has the peak; last, of all ops."""
+        regions = self._structure.regions
+        times: dict[str, OpTime] = {}
+        for members in regions.classes:
+            first = regions.regions[members.members[0]]
+            own = [self._op_time(first.index, r.op.name) for r in first.ops]
+            for member in members.members:
+                region = regions.regions[member]
+                times |= {r.op.name: time for r, time in zip(region.ops, own, strict=True)}
+        none = OpTime(0.0, 0.0)
+        found = (times.get(op.name, none) for op in regions.graph.ops)
+        seconds = (time.backward_s if self._run.job.training else time.forward_s for time in found)
+        return list(itertools.accumulate(seconds, initial=0.0))
+
+
+@dataclass(slots=True)
+class _Shares:
+    """For each region class, the sections that its regions are in, and the fraction of them there."""
+
+    of_class: Mapping[int, Sequence[tuple[int, float]]]
+    section_of_block: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, structure: Structure, sections: Sequence[_Section]) -> _Shares:
+        section_of = {region: number for number, section in enumerate(sections) for region in section.regions}
+        # A region without ops only passes tensors on. It counts where the next region in the graph runs.
+        followers = {link.producer: link.consumer for link in structure.regions.links}
+        shares = {}
+        for members in structure.regions.classes:
+            counts: dict[int, int] = defaultdict(int)
+            for member in members.members:
+                counts[_placed(member, section_of, followers)] += 1
+            shares[members.index] = [(section, count / len(members.members)) for section, count in counts.items()]
+        blocks = {name: number for number, section in enumerate(sections) for name in section.modules}
+        return cls(of_class=shares, section_of_block=blocks)
+
+    def of_item(self, item: Item) -> Sequence[tuple[int, float]]:
+        """Return the sections of an item, and the fraction of its price in each; none for what is in no section."""
+        if item.group is not None:
+            counts: dict[int, int] = defaultdict(int)
+            for block in item.group.blocks:
+                counts[self.section_of_block.get(block, 0)] += 1
+            return [(section, count / item.group.count) for section, count in counts.items()]
+        return () if item.region is None else self.of_class[item.region]
+
+
+def _placed(region: int, section_of: Mapping[int, int], followers: Mapping[int, int]) -> int:
+    """Return the section of a region, or of the first region after it that has ops; the last one if there is none."""
+    seen = set()
+    while region not in section_of and region in followers and region not in seen:
+        seen.add(region)
+        region = followers[region]
+    return section_of.get(region, max(section_of.values(), default=0))
+
+
+def short_op_name(target_name: str) -> str:
+    """Return an op's name without its namespace and overload: ``aten.linear.default`` is "linear"."""
+    parts = target_name.split(".")
+    return parts[1] if len(parts) > 2 else target_name
+
+
+def _seconds(charge: Charge) -> dict[str, float]:
+    """Return the seconds of kernels and waits of a charge, by field of `SectionCost`."""
+    seconds = dict.fromkeys(("forward_s", "backward_s", "forward_wait_s", "backward_wait_s"), 0.0)
+    for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        seconds[f"{name}_s"] += charge.get(phase.compute, 0.0)
+        seconds[f"{name}_wait_s"] += _wait_s(charge, phase)
+    return seconds
+
+
+def _wait_s(charge: Charge, phase: PhaseQuantities) -> float:
+    """Return the seconds of a charge by which communication delays the kernels of a phase."""
+    name = phase.compute.phase
+    waits = (Kind.SLOWDOWN, Kind.BLOCKING)
+    return sum(amount for quantity, amount in charge.items() if quantity.kind in waits and quantity.phase == name)
+
+
+def _scaled(collective: Collective, share: float) -> Collective:
+    if share == 1.0:
+        return collective
+    return Collective(
+        kind=collective.kind,
+        axis=collective.axis,
+        phase=collective.phase,
+        nbytes=collective.nbytes,
+        count=collective.count * share,
+        time_s=collective.time_s,
+    )
+
+
+def _held(total: Charge) -> dict[str, int]:
+    """Return role -> bytes that are allocated during the whole step, with the largest working memory of a region."""
+    held: dict[str, float] = defaultdict(float)
+    for quantity, amount in total.items():
+        if quantity.kind is Kind.PERSISTENT and quantity.role is not None:
+            held[quantity.role] += amount
+    held["transient"] += max((amount for q, amount in total.items() if q.kind is Kind.TRANSIENT), default=0.0)
+    return _rounded(held)
+
+
+def _rounded(roles: Mapping[str, float]) -> dict[str, int]:
+    return {role: round(nbytes) for role, nbytes in roles.items() if round(nbytes)}
+
+
+def _text(layout: Layout | None) -> tuple[str, ...]:
+    return () if layout is None else tuple(format_layout(layout))
+
+
+def _counts(folded: Mapping[str, object], names: Mapping[str, object]) -> dict[str, int]:
+    """Return pattern -> how many of ``names`` it stands for."""
+    if len(folded) == 1:
+        return {next(iter(folded)): len(names)}
+    return {pattern: max(len(matched), 1) for pattern, matched in match_keys(dict(folded), list(names)).items()}
+
+
+def _thinned(points: list[MemoryPoint]) -> list[MemoryPoint]:
+    """Return at most about `MOST_POINTS` points, with the one of the most bytes among them."""
+    if len(points) <= MOST_POINTS:
+        return points
+    fullest = max(range(len(points)), key=lambda index: sum(points[index].live.values()))
+    step = -(-len(points) // MOST_POINTS)
+    kept = {*range(0, len(points), step), fullest, len(points) - 1}
+    return [point for index, point in enumerate(points) if index in kept]
