@@ -28,6 +28,7 @@ from api.cli.options import (
     Tokens,
     takes_job_options,
 )
+from api.cli.pictures import add_picture_commands
 from api.cli.requests import (
     CONFIGURATION_OPTIONS,
     check_model,
@@ -270,6 +271,7 @@ def calibrate_command(
             typer.echo(f"(written to {output}: give it as --cluster {output})", err=True)
 
 
+add_picture_commands(app)
 add_tradeoff_commands(app)
 add_catalogue_commands(app)
 add_service_commands(app)

@@ -13,7 +13,7 @@ from api.http.bodies import describe_bodies
 from api.http.body_limit import BodyLimit
 from api.http.problems import add_problem_handlers
 from api.http.request_log import RequestLog
-from api.http.routes import catalogue, estimates, events, operations, plans
+from api.http.routes import catalogue, estimates, events, operations, page, plans, views
 from api.http.service import start_service
 from api.jobs.metrics import Metrics
 from api.jobs.settings import ServerSettings
@@ -38,12 +38,15 @@ def create_app(settings: ServerSettings) -> FastAPI:
         summary="Sharding plans for PyTorch models, made without a GPU",
         version=metadata.version("shardplan"),
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(RequestLog, metrics=metrics)
     add_problem_handlers(app)
     # The order matters: /v1/plans/diff must be matched before /v1/plans/{job_id}.
-    for topic in (estimates, plans, events, catalogue, operations):
+    for topic in (estimates, plans, events, views, catalogue, operations, page):
         app.include_router(topic.router)
+    page.add_static_files(app)
     describe_bodies(app, PlanRequest, EstimateRequest, DiffRequest)
     return app

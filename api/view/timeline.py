@@ -7,6 +7,7 @@ the lanes add up to the estimate's seconds, and where an event stands is an assu
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from planner.plan.estimate import Breakdown, CollectiveEstimate, Estimate, Memor
 from planner.plan.sharding_plan import ShardingPlan
 
 LaneKind = Literal["compute", "communication", "stage"]
-EventKind = Literal["forward", "backward", "optimizer", "exposed", "communication", "idle"]
+EventKind = Literal["forward", "backward", "optimizer", "exposed", "overlapped", "idle"]
+"""A collective is "overlapped" where kernels run in the middle of it, else "exposed"."""
 
 MOST_EVENTS = 20_000
 """Events above which blocks, and then whole passes, are drawn as one."""
@@ -99,6 +101,7 @@ class _Drawer:
     events: list[Event] = field(default_factory=list)
     lanes: list[Lane] = field(default_factory=list)
     waiting: list[tuple[float, Event]] = field(default_factory=list)
+    kernels: list[tuple[float, float]] = field(default_factory=list)
 
     def draw(self) -> Timeline:
         plan, estimate = self.plan, self.estimate
@@ -152,6 +155,7 @@ class _Drawer:
                     label = f"{each.direction} of {name}"
                     drawn = block if blocks > 1 else None
                     self._add(0, at_s, kernels_s, label, each.direction, number, drawn, each.micro_batch)
+                    self.kernels.append((at_s, kernels_s))
                 at_s += kernels_s
 
     def _slack_shares(self, direction: Direction, slack_s: float) -> list[float]:
@@ -208,7 +212,7 @@ class _Drawer:
             name = self._name(section, block)
             lane = next(i for i, lane in enumerate(self.lanes) if lane.axis == collective.axis)
             label = f"{collective.kind} of {name}, {collective.phase.replace('_', ' ')}"
-            event = Event(lane, at_s, duration_s, label, "communication", number, block, each.micro_batch, collective)
+            event = Event(lane, at_s, duration_s, label, "exposed", number, block, each.micro_batch, collective)
             self.waiting.append((at_s, event))
 
     def _communication(self, step_s: float) -> None:
@@ -225,7 +229,14 @@ class _Drawer:
             for index in range(len(queue) - 1, -1, -1):
                 starts[index] = min(starts[index], latest_s - queue[index].duration_s)
                 latest_s = starts[index]
-            self.events += [event._replace(start_s=start_s) for event, start_s in zip(queue, starts, strict=True)]
+            moved = (event._replace(start_s=start_s) for event, start_s in zip(queue, starts, strict=True))
+            self.events += [event._replace(kind="overlapped") if self._runs_beside(event) else event for event in moved]
+
+    def _runs_beside(self, event: Event) -> bool:
+        """Return whether kernels run in the middle of an event."""
+        middle_s = event.start_s + event.duration_s / 2
+        place = bisect_right(self.kernels, (middle_s, float("inf"))) - 1
+        return place >= 0 and middle_s < self.kernels[place][0] + self.kernels[place][1]
 
     # --- stages, memory ------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -352,6 +353,14 @@ class ShardingPlan:
             PlanFormatError: the file does not exist, or is not a valid plan; the message names the file and the place.
         """
         return cls.from_dict(plan_file.read_json(path), file=os.fspath(path))
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table and bars, as Jupyter shows it.
+
+        `api.view.notebook` draws it, and is found by its name: this package imports nothing of ``api``.
+        """
+        html: str = importlib.import_module("api.view.notebook").plan_html(self)
+        return html
 
     @staticmethod
     def json_schema() -> dict[str, Any]:

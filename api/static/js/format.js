@@ -59,6 +59,7 @@ export function signed(value, format) {
 export function anyText(value) {
   if (value == null) return MISSING;
   if (typeof value === "number") return Number.isInteger(value) ? whole(value) : significant(value);
+  if (Array.isArray(value) && value.every((item) => typeof item !== "object")) return value.join(", ");
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 

@@ -34,7 +34,7 @@ function otherSelect(jobs, other, state) {
 
 function legendOf(view, other) {
   const entry = (name, plan) => element("div", {}, element("dt", {}, name), element("dd", {}, `${plan.title}; ${plan.subtitle}`));
-  return element("dl", { class: "facts" }, entry("This plan", view), entry("The other", other));
+  return element("dl", { class: "facts wide" }, entry("This plan", view), entry("The other", other));
 }
 
 function differenceTables({ settings, seconds: times, bytes: sizes, layouts }) {

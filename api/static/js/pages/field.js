@@ -23,7 +23,7 @@ export function field(spec, value, prefix) {
     else control.node.removeAttribute("aria-invalid");
   };
   const fault = () => control.fault?.() || "";
-  control.node.addEventListener("change", () => mark(fault()));
+  control.node.addEventListener("input", () => mark(""));
   const label = spec.type === "checks" ? null : element("label", { for: id }, spec.label);
   return {
     name: spec.name,

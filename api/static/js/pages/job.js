@@ -1,6 +1,7 @@
 /** The page of a job: its progress, its plan, or why it has none. */
 
 import { element, saveText } from "shardplan/dom.js";
+import { anyText, bytes, seconds } from "shardplan/format.js";
 import { compare } from "shardplan/pages/compare.js";
 import { problemBox } from "shardplan/pages/problem_box.js";
 import { progressPage } from "shardplan/pages/progress.js";
@@ -35,8 +36,14 @@ function failurePage(job) {
 function figures(error) {
   const shown = Object.entries(error).filter(([name, value]) => !["type", "title", "detail", "what_to_do", "status", "errors"].includes(name) && value != null);
   if (!shown.length) return null;
-  const fact = ([name, value]) => element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, typeof value === "object" ? JSON.stringify(value) : String(value)));
+  const fact = ([name, value]) => element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, figureText(name, value)));
   return element("section", { class: "card" }, element("h2", {}, "Figures"), element("dl", { class: "facts" }, shown.map(fact)));
+}
+
+function figureText(name, value) {
+  if (typeof value !== "number") return anyText(value);
+  if (name.endsWith("_bytes")) return bytes(value);
+  return name.endsWith("_s") ? seconds(value) : anyText(value);
 }
 
 /** Returns the link to the form with the request of a job, on another `mesh` or with more `pins`. */

@@ -1,48 +1,87 @@
-/** Events of a timeline as rectangles, at most about one per pixel of a lane, so that 20,000 of them zoom smoothly. */
+/** Events of a timeline as rectangles: one shape per lane and colour, so that 20,000 events zoom smoothly. */
 
+import * as echarts from "echarts";
 import { axisVariable, timeVariable } from "shardplan/colours.js";
 
-const LEAST_WIDTH = 0.7;
+const LEAST_WIDTH = 0.6;
+const GAP_FROM = 4;
 const LABEL_WIDTH = 60;
+const LANE_SHARE = 0.72;
+
+const Rectangles = echarts.graphic.extendShape({
+  shape: { y: 0, height: 0, spans: [] },
+  buildPath(path, { y, height, spans }) {
+    for (const [x, width] of spans) path.rect(x, y, width, height);
+  },
+});
+echarts.graphic.registerShape("rectangles", Rectangles);
+
+/** Returns the events of each lane, in the order of their start. */
+export function eventsByLane(time) {
+  const lanes = time.lanes.map(() => []);
+  for (const event of time.events) lanes[event[0]].push(event);
+  for (const events of lanes) events.sort((one, other) => one[1] - other[1]);
+  return lanes;
+}
+
+/** Returns the index of the first event that starts after `at`, in seconds. */
+export function firstAfter(events, at) {
+  let [low, high] = [0, events.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (events[middle][1] > at) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
 
 /**
- * Returns ECharts' custom series of the events. The last member of each datum is the event's index.
+ * Returns ECharts' custom series of the events, with one datum per lane.
  * @param {Object} time the view's `timeline`
+ * @param {Array<Array>} byLane of `eventsByLane`
  * @param {Map<string, string>} roles role of each axis
  * @param {function(string): string} colour colour of a CSS variable
  */
-export function eventShapes(time, roles, colour) {
-  const order = time.events.map((_, index) => index).sort((one, other) => time.events[one][0] - time.events[other][0] || time.events[one][1] - time.events[other][1]);
-  const data = order.map((index) => {
-    const [lane, start, duration] = time.events[index];
-    return [start, lane, start + duration, duration, index];
-  });
+export function eventShapes(time, byLane, roles, colour) {
   const text = colour("--on-time");
-  let [lastLane, lastEnd] = [-1, -Infinity];
 
   function shape(params, api) {
-    const [left, top] = api.coord([api.value(0), api.value(1)]);
-    const right = api.coord([api.value(2), api.value(1)])[0];
-    const { x, width: room } = params.coordSys;
-    const lane = api.value(1);
-    if (lane !== lastLane || params.dataIndex === 0) [lastLane, lastEnd] = [lane, -Infinity];
-    if (right < x || left > x + room || right - lastEnd < LEAST_WIDTH) return null;
-    const from = Math.max(left, x);
-    const width = Math.max(LEAST_WIDTH, Math.min(right, x + room) - from);
-    lastEnd = from + width;
-    const height = api.size([0, 1])[1] * 0.72;
-    const [, , , label, kind] = time.events[api.value(4)];
-    const drawn = {
-      type: "rect",
-      shape: { x: from, y: top - height / 2, width, height },
-      style: { ...look(time.lanes[lane], kind, roles, colour), stroke: width > 4 ? colour("--surface") : null, lineWidth: width > 4 ? 0.5 : 0 },
-    };
-    if (width < LABEL_WIDTH) return drawn;
-    const content = { type: "text", style: { text: time.labels[label], fill: text, font: "11px system-ui, sans-serif", width: width - 8, overflow: "truncate" } };
-    return { ...drawn, textContent: content, textConfig: { position: "insideLeft", distance: 4 } };
+    const lane = params.dataIndex;
+    const [origin, middle] = api.coord([0, lane]);
+    const scale = api.coord([time.step_s, lane])[0] - origin;
+    const { x: left, width: room } = params.coordSys;
+    const height = api.size([0, 1])[1] * LANE_SHARE;
+    const y = middle - height / 2;
+    const pixel = (at) => origin + (at / time.step_s) * scale;
+    const { spans, labels } = visible(byLane[lane], pixel, left, left + room);
+    const blocks = [...spans].map(([kind, own]) => ({ type: "rectangles", silent: true, shape: { y, height, spans: own }, style: look(time.lanes[lane], kind, roles, colour) }));
+    const captions = labels.map(([x, width, label]) => ({ type: "text", silent: true, x: x + 4, y: middle, style: { text: time.labels[label], fill: text, font: "11px system-ui, sans-serif", verticalAlign: "middle", width: width - 8, overflow: "truncate" } }));
+    return { type: "group", children: [...blocks, ...captions] };
   }
 
-  return { type: "custom", clip: true, renderItem: shape, data, encode: { x: [0, 2], y: 1 }, dimensions: ["start", "lane", "end", "duration", "event"], progressive: 0 };
+  const data = time.lanes.map((_, lane) => [0, lane, time.step_s]);
+  return { type: "custom", clip: true, silent: true, renderItem: shape, data, encode: { x: [0, 2], y: 1 }, tooltip: { show: false } };
+}
+
+/**
+ * Returns what of a lane can be seen between two pixels: for each kind its spans `[x, width]`, and the labels of wide
+ * events. An event that ends within the pixel of the one before is left out.
+ */
+function visible(events, pixel, left, right) {
+  const spans = new Map();
+  const labels = [];
+  let drawnTo = -Infinity;
+  for (const [, start, duration, label, kind] of events) {
+    const [from, to] = [Math.max(left, pixel(start)), Math.min(right, pixel(start + duration))];
+    if (from > right) break;
+    if (to < left || to - drawnTo < LEAST_WIDTH) continue;
+    const width = Math.max(LEAST_WIDTH, to - from);
+    if (!spans.has(kind)) spans.set(kind, []);
+    spans.get(kind).push([from, width > GAP_FROM ? width - 0.5 : width]);
+    if (width >= LABEL_WIDTH) labels.push([from, width, label]);
+    drawnTo = from + width;
+  }
+  return { spans, labels };
 }
 
 function look(lane, kind, roles, colour) {

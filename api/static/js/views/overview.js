@@ -19,15 +19,17 @@ function draw(view) {
     element(
       "div",
       { class: "cards" },
-      card("Mesh", meshDrawing(view)),
-      card("Memory at the peak of a device", memoryBar(view.memory)),
-      card("Time of a step", timeBars(view.time)),
-      card("Compared with fixed strategies", baselinePlot(view)),
+      stack(card("Mesh", meshDrawing(view)), card("Compared with fixed strategies", baselinePlot(view))),
+      stack(card("Memory at the peak of a device", memoryBar(view.memory)), card("Time of a step", timeBars(view.time))),
     ),
     pipelineCard(view),
     card("How the plan was found", search(view)),
     remarks("Notes", view.notes, "note"),
   ].filter(Boolean);
+}
+
+function stack(...cards) {
+  return element("div", { class: "stack" }, cards);
 }
 
 function remarks(title, texts, kind) {

@@ -1,12 +1,13 @@
 /** Timeline of a step: lanes of events that zoom, and the memory under them on the same time axis. */
 
 import { legend } from "shardplan/bars.js";
-import { axisLook, chart, tooltipContent } from "shardplan/chart.js";
+import { axisLook, chart } from "shardplan/chart.js";
 import { axisRoles, axisVariable, timeVariable } from "shardplan/colours.js";
 import { card, element, emptyText } from "shardplan/dom.js";
 import { percent, seconds, whole } from "shardplan/format.js";
 import { table } from "shardplan/table.js";
-import { eventShapes } from "shardplan/views/event_shapes.js";
+import { eventsByLane, eventShapes } from "shardplan/views/event_shapes.js";
+import { eventTip } from "shardplan/views/event_tip.js";
 import { areaTooltip, memoryAreas } from "shardplan/views/memory.js";
 import { zoomControls } from "shardplan/views/zoom_controls.js";
 
@@ -32,6 +33,8 @@ function drawing(view) {
   const lanesHeight = time.lanes.length * LANE_HEIGHT;
   const height = 16 + lanesHeight + (hasMemory ? MEMORY_HEIGHT + 36 : 0) + 76;
   const controls = zoomControls(time.step_s);
+  const byLane = eventsByLane(time);
+  const tip = eventTip(time, byLane);
   const option = ({ colour, width }) => {
     const left = width < 500 ? 70 : 110;
     const grids = [{ left, right: 16, top: 8, height: lanesHeight }];
@@ -47,13 +50,17 @@ function drawing(view) {
         { type: "slider", xAxisIndex: grids.map((_, index) => index), filterMode: "none", bottom: 8, height: 22, left, right: 16, showDataShadow: false, brushSelect: false, labelFormatter: seconds, borderColor: colour("--line"), textStyle: { color: colour("--text-quiet") } },
       ],
       series: [
-        { ...eventShapes(time, axisRoles(view), colour), tooltip: { formatter: (point) => eventText(time, time.events[point.data[4]]) } },
+        eventShapes(time, byLane, axisRoles(view), colour),
         ...(hasMemory ? memoryAreas(memory, colour, { xAxisIndex: 1, yAxisIndex: 1, tooltip: areaTooltip(memory, colour) }) : []),
       ],
     };
   };
   const label = `Timeline of one step with ${whole(time.events.length)} events in ${time.lanes.length} lanes; the tables below have the totals`;
-  return [controls.node, controls.region(chart({ label, height, option, renderer: "canvas", onReady: controls.connect }))];
+  const onReady = (instance) => {
+    controls.connect(instance);
+    tip.connect(instance);
+  };
+  return [controls.node, controls.region([chart({ label, height, option, renderer: "canvas", onReady }), tip.node])];
 }
 
 function timeAxis(index, step, colour) {
@@ -68,11 +75,6 @@ function laneAxis(lanes, width, colour) {
 
 function memoryLabel(amount) {
   return `${Math.round(amount / 1e9)} GB`;
-}
-
-function eventText(time, [lane, start, duration, label, kind]) {
-  const rows = [["lane", time.lanes[lane].name], ["kind", kind], ["takes", seconds(duration)], ["starts at", seconds(start)], ["ends at", seconds(start + duration)]];
-  return tooltipContent(time.labels[label], rows);
 }
 
 function meanings(view) {

@@ -4,7 +4,7 @@ import { element } from "shardplan/dom.js";
 
 /**
  * Returns the controls of a chart over `whole` seconds.
- * @returns {{node: Node, region: function(Node): Node, connect: function(Object)}} `node`: the buttons; `region` wraps
+ * @returns {{node: Node, region: function(Array<Node>): Node, connect: function(Object)}} `node`: the buttons; `region` wraps
  *   the chart in an element that takes keys; `connect` is called with each new ECharts instance
  */
 export function zoomControls(whole) {
@@ -48,14 +48,14 @@ export function zoomControls(whole) {
     element("span", { class: "quiet" }, "Drag to zoom, or use the wheel."),
   );
 
-  function region(chart) {
+  function region(content) {
     const pressed = (event) => {
       if (!instance || !(event.key in actions) || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
       actions[event.key]();
     };
     const label = "Timeline; plus and minus zoom, arrow keys move, 0 shows the whole step";
-    return element("div", { class: "zoomable", role: "group", tabindex: "0", "aria-label": label, on: { keydown: pressed } }, chart);
+    return element("div", { class: "zoomable", role: "group", tabindex: "0", "aria-label": label, on: { keydown: pressed } }, content);
   }
 
   return { node, region, connect };

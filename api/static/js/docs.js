@@ -1,0 +1,3 @@
+/** Entry of the OpenAPI page. */
+
+window.SwaggerUIBundle({ url: "/openapi.json", dom_id: "#docs", validatorUrl: null });
