@@ -27,7 +27,7 @@ export function field(spec, value, prefix) {
   const label = spec.type === "checks" ? null : element("label", { for: id }, spec.label);
   return {
     name: spec.name,
-    node: element("div", { class: `field field-${spec.type}` }, label, hint, control.node, control.extra, error),
+    node: element("div", { class: `field field-${spec.type}${spec.wide ? " wide" : ""}` }, label, control.node, control.extra, hint, error),
     read: control.read,
     fault,
     mark,

@@ -19,7 +19,7 @@ export const JOB_FIELDS = [
 /** What a plan must keep to. */
 export const LIMIT_FIELDS = [
   { name: "memory_gb", label: "Memory cap", hint: "GB per device; empty: its memory less the headroom", type: "number", above: 0, max: 1e6 },
-  { name: "pins", label: "Pins", hint: "one a line, such as lm_head.weight=S(0)@tp", type: "lines" },
+  { name: "pins", label: "Pins", hint: "one a line, such as lm_head.weight=S(0)@tp", type: "lines", wide: true },
 ];
 
 /** The rest, behind a disclosure. */
@@ -32,7 +32,7 @@ export const ADVANCED_FIELDS = [
   { name: "reduce_dtype", label: "Reduction dtype", hint: "of gradients", type: "choice", options: DTYPES, standard: "fp32" },
   { name: "expert_imbalance", label: "Expert imbalance", hint: "tokens of the busiest rank over the mean", type: "number", min: 1, max: 1000, standard: 1 },
   { name: "planner", label: "Planner", type: "choice", options: ["ilp", "ddp", "fsdp", "hsdp", "fsdp-tp", "tp", "data-parallel", "fully-sharded", "tensor-parallel"], standard: "ilp" },
-  { name: "techniques", label: "Techniques", type: "checks", options: TECHNIQUES },
+  { name: "techniques", label: "Techniques", type: "checks", options: TECHNIQUES, wide: true },
   { name: "data_axes", label: "Data axes", hint: "axes that split the batch only, one a line", type: "lines" },
   { name: "opaque_modules", label: "Opaque modules", hint: "modules that run as one op, one a line", type: "lines" },
   { name: "executable_only", label: "Only plans that shard_module runs", hint: "without it pipelines are searched too", type: "switch", standard: true },

@@ -73,7 +73,8 @@ function note(seen, event) {
 }
 
 function stageText({ stage, mesh }) {
-  const text = mesh ? `${stage} ${mesh}` : stage;
+  const name = stage === "best" ? "faster plan found on" : stage;
+  const text = mesh ? `${name} ${mesh}` : name;
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 

@@ -77,7 +77,7 @@ function figuresOf({ status, plan, error }) {
 }
 
 function sweepTable(kind, rows) {
-  const first = kind === "nodes" ? { title: "Nodes, times this plan's", value: (row) => row.key, text: significant, number: true } : { title: "Cap, % of memory", value: (row) => row.key, text: whole, number: true };
+  const first = kind === "nodes" ? { title: "Nodes, times this plan's", value: (row) => row.key, text: String, number: true } : { title: "Cap, % of memory", value: (row) => row.key, text: whole, number: true };
   const columns = [
     first,
     { title: "Plan", value: (row) => row.mesh ?? row.status, text: (text, row) => element("a", { href: `/plans/${row.id}` }, row.own ? `${text} (this plan)` : text) },

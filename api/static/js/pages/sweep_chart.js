@@ -2,11 +2,11 @@
 
 import { axisLook, chart, tooltipContent } from "shardplan/chart.js";
 import { emptyText } from "shardplan/dom.js";
-import { bytes, seconds, significant } from "shardplan/format.js";
+import { bytes, seconds, significant, whole } from "shardplan/format.js";
 
 const AXES = {
   nodes: {
-    x: { name: "devices", value: (row) => row.devices, text: significant },
+    x: { name: "devices", value: (row) => row.devices, text: whole },
     ys: [{ name: "step time", value: (row) => row.step_s, text: seconds }, { name: "tokens/s per device", value: (row) => row.rate, text: significant }],
   },
   caps: { x: { name: "peak memory", value: (row) => row.peak_bytes, text: bytes }, ys: [{ name: "step time", value: (row) => row.step_s, text: seconds }] },
