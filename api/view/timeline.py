@@ -23,7 +23,7 @@ EventKind = Literal["forward", "backward", "optimizer", "exposed", "overlapped",
 
 MOST_EVENTS = 20_000
 """Events above which blocks, and then whole passes, are drawn as one."""
-MOST_POINTS = 4_000
+MOST_POINTS = 1_500
 """Points of the memory curve above which micro-batches have fewer points each."""
 
 _PHASES_OF: Mapping[Direction, tuple[str, ...]] = {"forward": ("forward",), "backward": ("recompute", "backward")}
@@ -297,7 +297,9 @@ class _Drawer:
     def _note(self) -> str:
         if self.plan.pipeline is None:
             return ""
-        shown = f"Compute and communication are those of stage {self.parts.stage or 0}, the slowest."
+        shown = f"Compute and communication are those of stage {self.parts.stage or 0}, the slowest"
+        fullest = self.parts.memory_stage
+        shown += "." if fullest in (None, self.parts.stage) else f"; memory is that of stage {fullest}, the fullest."
         if self.plan.pipeline.chunks > 1:
             return f"{shown} The chunks of a stage take turns; they are drawn as one."
         return shown

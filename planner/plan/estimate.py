@@ -302,7 +302,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the seconds and bytes of an `Estimate` are spent; of a pipeline, on a device of the slowest stage.
+    """Where the seconds and bytes of an `Estimate` are spent.
 
     Attributes:
         sections: the parts of the model, in execution order.
@@ -311,7 +311,8 @@ class Breakdown:
         parameters: the parameters' shapes and stored bytes.
         held: role -> bytes that are allocated during the whole step.
         memory: live bytes over the phases of a micro-batch, in the order in which they run.
-        stage: of a pipeline, index of the stage that all this is of.
+        stage: of a pipeline, index of the slowest stage, which all but the memory is of.
+        memory_stage: of a pipeline, index of the fullest stage, which ``held`` and ``memory`` are of.
     """
 
     sections: tuple[SectionCost, ...] = ()
@@ -321,6 +322,7 @@ class Breakdown:
     held: Mapping[str, int] = field(default_factory=dict)
     memory: tuple[MemoryPoint, ...] = ()
     stage: int | None = None
+    memory_stage: int | None = None
 
 
 VerificationOutcome = Literal["as-planned", "not-run"]

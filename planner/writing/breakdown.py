@@ -159,8 +159,13 @@ class _Writer:
     def _pattern(self, names: Sequence[str]) -> str:
         """Return one FQN pattern of the modules ``names`` of the graph."""
         renamed = {self._rename(name): None for name in names}
-        folded = fold_names(renamed, self._modules)
-        return next(iter(folded)) if len(folded) == 1 else ", ".join(folded)
+        folded = list(fold_names(renamed, self._modules))
+        if len(folded) == 1:
+            return folded[0]
+        # Blocks between which others run elsewhere, as in the chunks of an interleaved pipeline.
+        names_in_order = list(renamed)
+        first, last = (name.rpartition(".") for name in (names_in_order[0], names_in_order[-1]))
+        return f"{first[0]}.{{{first[2]}...{last[2]}}}"
 
     # --- ops and redistributions ---------------------------------------------------------------------------------
 

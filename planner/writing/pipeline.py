@@ -92,21 +92,29 @@ def pipeline_entries(pipeline_plan: PlannedPipeline, blocks: Sequence[str], modu
 
 
 def pipeline_breakdown(planner: RunPlanner, module: TracedModule, pipeline_plan: PlannedPipeline) -> Breakdown:
-    """Return where the seconds and bytes of the slowest stage of a pipeline are spent.
+    """Return where the seconds of the slowest stage of a pipeline are spent, and the bytes of the fullest.
 
     Args:
         planner: the planner of the whole model.
         module: the whole model.
     """
     pipeline, stages = pipeline_plan.pipeline, pipeline_plan.stages()
-    slowest = _slowest(stages)
-    index = next(number for number, stage in enumerate(stages) if stage is slowest)
-    kind = next(kind for kind, _ in pipeline_plan.kinds if index in kind.indices)
-    stage_planner = StagePlanners(planner).planner(kind, len(stages))
-    formulator, structure = stage_planner.formulator(slowest.run)
-    rename = _renaming(kind, index, pipeline, listed_blocks(planner))
-    by_parts = breakdown(formulator, structure, slowest.decision, module.names.modules, rename)
-    return dataclasses.replace(by_parts, stage=index)
+    planners, blocks = StagePlanners(planner), listed_blocks(planner)
+
+    def of_stage(stage: Candidate) -> Breakdown:
+        index = next(number for number, other in enumerate(stages) if other is stage)
+        kind = next(kind for kind, _ in pipeline_plan.kinds if index in kind.indices)
+        formulator, structure = planners.planner(kind, len(stages)).formulator(stage.run)
+        rename = _renaming(kind, index, pipeline, blocks)
+        by_parts = breakdown(formulator, structure, stage.decision, module.names.modules, rename)
+        return dataclasses.replace(by_parts, stage=index)
+
+    slowest, fullest = _slowest(stages), _fullest(stages)
+    by_parts = of_stage(slowest)
+    bytes_by_parts = by_parts if fullest is slowest else of_stage(fullest)
+    return dataclasses.replace(
+        by_parts, held=bytes_by_parts.held, memory=bytes_by_parts.memory, memory_stage=bytes_by_parts.stage
+    )
 
 
 def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequence[str]) -> Callable[[str], str]:
@@ -135,7 +143,7 @@ def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
     slowest = _slowest(stages)
     share = micro_batches / slowest.run.passes
     own = slowest.estimate
-    fullest = max((stage.estimate for stage in stages), key=lambda estimate: estimate.peak_memory_bytes)
+    fullest = _fullest(stages).estimate
     optimizer_s = max(stage.estimate.optimizer_s for stage in stages)
     busy_s = share * (own.step_time_s - own.optimizer_s) + optimizer_s
     estimate = dataclasses.replace(
@@ -158,6 +166,11 @@ def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
 def _slowest(stages: Sequence[Candidate]) -> Candidate:
     """Return the stage that takes longest for a micro-batch."""
     return max(stages, key=lambda stage: pass_s(stage.estimate, stage.run.passes))
+
+
+def _fullest(stages: Sequence[Candidate]) -> Candidate:
+    """Return the stage with the highest peak of memory."""
+    return max(stages, key=lambda stage: stage.estimate.peak_memory_bytes)
 
 
 def _known_sum(values: Sequence[float | None]) -> float | None:
