@@ -39,6 +39,11 @@ export function card(title, ...children) {
   return element("section", { class: "card" }, element("h3", {}, title), ...children);
 }
 
+/** Returns a card whose heading is of the second level, for pages without other headings of it. */
+export function pageCard(title, ...children) {
+  return element("section", { class: "card" }, element("h2", {}, title), ...children);
+}
+
 /** Returns the text that stands where a plan has no data to draw. */
 export function emptyText(text) {
   return element("p", { class: "empty" }, text);

@@ -6,6 +6,7 @@ import { element, emptyText, saveText } from "shardplan/dom.js";
  * Returns a table with its title and a "Copy CSV" button, or a text where it has no rows.
  * @param {Object} table
  * @param {string} table.title
+ * @param {number} [table.level] level of the title as a heading
  * @param {Array<Object>} table.columns `title`; `value`, the raw value of a row; `text`, the raw value as text or a node
  *   (default: as it is); `number`, whether values are numbers; `extra`, whether CSV leaves the column out
  * @param {Array} table.rows
@@ -13,8 +14,9 @@ import { element, emptyText, saveText } from "shardplan/dom.js";
  * @param {number} [table.limit] rows shown before "Show all" is pressed
  * @param {boolean} [table.sortable]
  */
-export function table({ title, columns, rows, empty = "None.", limit = 100, sortable = rows.length > 1 }) {
-  if (!rows.length) return element("div", { class: "table" }, element("h3", {}, title), emptyText(empty));
+export function table({ title, level = 3, columns, rows, empty = "None.", limit = 100, sortable = rows.length > 1 }) {
+  const heading = element(`h${level}`, {}, title);
+  if (!rows.length) return element("div", { class: "table" }, heading, emptyText(empty));
   let [sortedBy, ascending, shown] = [null, true, limit];
   const head = element("tr");
   const body = element("tbody");
@@ -44,7 +46,7 @@ export function table({ title, columns, rows, empty = "None.", limit = 100, sort
   return element(
     "div",
     { class: "table" },
-    element("div", { class: "table-head" }, element("h3", {}, title), copyButton(title, () => csv(columns, rows))),
+    element("div", { class: "table-head" }, heading, copyButton(title, () => csv(columns, rows))),
     scrollRegion(title, element("table", { "aria-label": title }, element("thead", {}, head), body)),
     more,
   );

@@ -50,5 +50,5 @@ function deviceTable(devices) {
     { title: "Inside a node", value: (row) => row.intra_node },
     { title: "Between nodes", value: (row) => row.inter_node },
   ];
-  return table({ title: "All devices", columns, rows: devices });
+  return table({ title: "All devices", level: 2, columns, rows: devices });
 }

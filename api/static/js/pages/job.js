@@ -1,6 +1,7 @@
 /** The page of a job: its progress, its plan, or why it has none. */
 
-import { element, saveText } from "shardplan/dom.js";
+import { rememberedRequest } from "shardplan/api.js";
+import { element, pageCard, saveText } from "shardplan/dom.js";
 import { anyText, bytes, seconds } from "shardplan/format.js";
 import { compare } from "shardplan/pages/compare.js";
 import { problemBox } from "shardplan/pages/problem_box.js";
@@ -20,10 +21,17 @@ export async function jobPage(context, id) {
 }
 
 async function planPage(context, job) {
-  const view = await context.api.view(job.id);
+  const answer = await context.api.view(job.id);
+  const view = { ...answer, request: wholeRequest(job.id, answer.request) };
   const own = { ...context, job, formLink: (changes) => formLink(job.id, changes) };
   const frame = planFrame(view, { views: VIEWS, context: own, actions: downloads(context.api, job) });
   return { title: view.title, node: frame.node, update: frame.update };
+}
+
+/** Returns the request of a job; the server leaves out a traced graph, so it is then null unless this tab submitted it. */
+function wholeRequest(id, request) {
+  const lacksGraph = request?.model !== null && typeof request?.model === "object" && request.model.graph === null;
+  return lacksGraph ? rememberedRequest(id) : request;
 }
 
 function failurePage(job) {
@@ -37,7 +45,7 @@ function figures(error) {
   const shown = Object.entries(error).filter(([name, value]) => !["type", "title", "detail", "what_to_do", "status", "errors"].includes(name) && value != null);
   if (!shown.length) return null;
   const fact = ([name, value]) => element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, figureText(name, value)));
-  return element("section", { class: "card" }, element("h2", {}, "Figures"), element("dl", { class: "facts" }, shown.map(fact)));
+  return pageCard("Figures", element("dl", { class: "facts" }, shown.map(fact)));
 }
 
 function figureText(name, value) {

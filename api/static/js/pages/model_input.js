@@ -45,7 +45,7 @@ function graph(value) {
   };
   const input = element("input", { type: "file", accept: ".json,application/json", "aria-label": "Traced graph", on: { change: load } });
   const fault = () => (content ? wrong : "Choose the file of a traced graph.");
-  return { title: "Traced graph", node: element("div", {}, input, told), chosen: value?.graph != null, read: () => ({ graph: content }), fault };
+  return { title: "Traced graph", node: element("div", {}, input, told), chosen: value !== null && typeof value === "object" && "graph" in value, read: () => ({ graph: content }), fault };
 }
 
 /** Returns the JSON object that `text` holds, null if it holds none. */

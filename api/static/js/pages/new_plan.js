@@ -1,7 +1,7 @@
 /** The page of a new plan: the form, example jobs, and the latest jobs. */
 
 import { rememberedRequest } from "shardplan/api.js";
-import { card, element, emptyText } from "shardplan/dom.js";
+import { element, emptyText, pageCard } from "shardplan/dom.js";
 import { planForm } from "shardplan/pages/plan_form.js";
 import { jobList } from "shardplan/pages/plans.js";
 import { problemBox } from "shardplan/pages/problem_box.js";
@@ -26,7 +26,7 @@ export async function newPlanPage({ api, navigate }) {
       "div",
       {},
       element("h1", {}, query.has("from") ? "Change and plan again" : "New plan"),
-      element("div", { class: "start" }, form, element("aside", { "aria-label": "Examples and latest jobs" }, examples(send), card("Latest jobs", latest.jobs.length ? jobList(latest.jobs) : emptyText("None yet.")))),
+      element("div", { class: "start" }, form, element("aside", { "aria-label": "Examples and latest jobs" }, examples(send), pageCard("Latest jobs", latest.jobs.length ? jobList(latest.jobs) : emptyText("None yet.")))),
     ),
   };
 }
@@ -35,7 +35,7 @@ function examples(send) {
   const problems = element("div", {});
   const start = (request) => () => send(request).catch((error) => problems.replaceChildren(problemBox(error)));
   const button = ({ title, text, request }) => element("button", { type: "button", class: "example", on: { click: start(request) } }, element("strong", {}, title), element("span", {}, text));
-  return card("Examples", element("p", { class: "quiet" }, "One click plans it."), element("div", { class: "examples" }, EXAMPLES.map(button)), problems);
+  return pageCard("Examples", element("p", { class: "quiet" }, "One click plans it."), element("div", { class: "examples" }, EXAMPLES.map(button)), problems);
 }
 
 /** Returns the request that the URL starts from: that of a job, with the mesh, cluster and pins that the URL adds. */

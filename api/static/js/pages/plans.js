@@ -48,7 +48,7 @@ function jobTable(title, jobs, empty) {
     { title: "Took", value: (job) => (job.started_at && job.finished_at ? job.finished_at - job.started_at : null), text: seconds, number: true },
     { title: "Error", value: (job) => job.error ?? "" },
   ];
-  return table({ title, columns, rows: jobs, empty, limit: 500 });
+  return table({ title, level: 2, columns, rows: jobs, empty, limit: 500 });
 }
 
 function statusBadge(status) {

@@ -1,7 +1,7 @@
 /** The progress of a job: meshes that are done, and the incumbent and the lower bound as they close on each other. */
 
 import { axisLook, chart } from "shardplan/chart.js";
-import { details, element } from "shardplan/dom.js";
+import { details, element, pageCard } from "shardplan/dom.js";
 import { percent, seconds, whole } from "shardplan/format.js";
 import { problemBox } from "shardplan/pages/problem_box.js";
 import { table } from "shardplan/table.js";
@@ -55,7 +55,7 @@ function page(summary, parts, lines, cancel) {
     element("p", { class: "quiet" }, summary?.label ?? ""),
     element("section", { class: "card progress" }, parts.stage, element("p", { class: "meter" }, parts.meter, parts.count), parts.facts, element("p", { class: "actions" }, element("button", { type: "button", on: { click: cancel } }, "Cancel the job"))),
     parts.problems,
-    element("section", { class: "card" }, element("h2", {}, "Incumbent and lower bound"), lines.node),
+    pageCard("Incumbent and lower bound", lines.node),
   );
 }
 

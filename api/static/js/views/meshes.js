@@ -19,7 +19,7 @@ function draw(view, { formLink }) {
   if (rows.some((row) => row.peak_bytes != null)) columns.push({ title: "Peak", value: (row) => row.peak_bytes, text: bytes, number: true });
   columns.push({ title: "Why", value: (row) => row.why, text: (why) => element("span", { class: "why" }, why || "\u2013") });
   if (formLink) {
-    const link = (mesh) => element("a", { class: "button quiet no-print", href: formLink({ mesh }), "aria-label": `Plan on ${mesh}` }, "Plan on it");
+    const link = (mesh) => element("a", { class: "button quiet no-print", href: formLink({ mesh }), "aria-label": `Plan on it: ${mesh}` }, "Plan on it");
     columns.push({ title: "Plan", value: (row) => row.mesh, text: link, extra: true });
   }
   return table({ title: "Meshes that were tried", columns, rows, empty: "One mesh was given, so no others were tried.", limit: 200 });
