@@ -3,6 +3,7 @@
 const AXIS_ROLES = ["dp", "fsdp", "tp", "cp", "ep", "pp", "repeat"];
 const MEMORY_ROLES = [
   "parameters", "gradients", "optimizer_state", "activations", "transient", "recomputed_block", "allocator", "context",
+  "kv_cache",
 ];
 const TIME_PARTS = {
   compute: "--time-compute", forward: "--time-forward", backward: "--time-backward", recompute: "--time-recompute",

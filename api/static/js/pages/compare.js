@@ -56,7 +56,20 @@ function differenceTables({ settings, seconds: times, bytes: sizes, layouts }) {
     ["Bytes that differ", numbers(bytes), sizes],
     ["Layouts that differ", texts, layouts],
   ];
-  return groups.filter(([, , rows]) => rows.length).map(([title, columns, rows]) => table({ title, columns, rows, limit: 50 }));
+  return groups.filter(([, , rows]) => rows.length).map(([title, columns, rows]) => table({ title, columns, rows: rows.flatMap(membersThatDiffer), limit: 25 }));
+}
+
+/** Returns one row for each member of two objects that differs, at any depth; the row itself for any other values. */
+function membersThatDiffer({ field, key, left, right }) {
+  const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+  if (!isObject(left) || !isObject(right)) return [{ field, key, left: named(left), right: named(right) }];
+  const names = [...new Set([...Object.keys(left), ...Object.keys(right)])].filter((name) => JSON.stringify(left[name]) !== JSON.stringify(right[name]));
+  return names.flatMap((name) => membersThatDiffer({ field, key: key ? `${key}.${name}` : name, left: left[name], right: right[name] }));
+}
+
+/** Returns the name of a value that has one, such as a device; else the value. */
+function named(value) {
+  return value?.name ?? value;
 }
 
 function bars(view, other) {

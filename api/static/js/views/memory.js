@@ -52,14 +52,18 @@ function memoryCourse(memory) {
   ];
 }
 
-/** Returns ECharts' series of the memory over a step, the role that changes least at the bottom. */
+/**
+ * Returns ECharts' series of the memory over a step, the role that changes least at the bottom. Each area reaches from
+ * zero to the sum of its role and those below it, and the highest is painted first: ECharts' own stacks take points of
+ * equal time for one.
+ */
 export function memoryAreas(memory, colour, more = {}) {
-  const curve = memory.curve ?? [];
-  const areas = steadyFirst(memory).map((role) => ({
+  const roles = courseRoles(memory);
+  const totals = memory.curve.map(() => 0);
+  const areas = roles.map((role) => ({
     type: "line",
-    stack: "memory",
     name: role.label,
-    data: curve.map((point) => [point.at_s, point.bytes[role.role] ?? 0]),
+    data: memory.curve.map((point, index) => [point.at_s, (totals[index] += point.bytes[role.role] ?? 0)]),
     symbol: "none",
     lineStyle: { width: 0 },
     areaStyle: { opacity: 1 },
@@ -68,14 +72,14 @@ export function memoryAreas(memory, colour, more = {}) {
     ...more,
   }));
   if (areas.length && memory.cap_bytes != null) areas[0].markLine = capLine(memory.cap_bytes, colour);
-  return areas;
+  return areas.reverse();
 }
 
 /** Returns ECharts' tooltip of the memory at a time. */
 export function areaTooltip(memory, colour) {
   const tell = (points) => {
     const point = memory.curve[points[0].dataIndex];
-    const rows = steadyFirst(memory).reverse().map((role) => [role.label, bytes(point.bytes[role.role] ?? 0), colour(memoryVariable(role.role))]);
+    const rows = courseRoles(memory).reverse().map((role) => [role.label, bytes(point.bytes[role.role] ?? 0), colour(memoryVariable(role.role))]);
     return tooltipContent(`${seconds(point.at_s)}, ${point.label}`, [["in all", bytes(sum(point.bytes))], ...rows]);
   };
   return { trigger: "axis", backgroundColor: colour("--surface"), borderColor: colour("--line-strong"), textStyle: { color: colour("--text"), fontSize: 13 }, confine: true, formatter: tell };
@@ -91,17 +95,24 @@ function courseTable(memory) {
     { title: "At", value: (row) => row.at_s, text: seconds, number: true },
     { title: "When", value: (row) => row.label },
     { title: "In all", value: (row) => sum(row.bytes), text: bytes, number: true },
-    ...(memory.roles ?? []).map((role) => ({ title: role.label, value: (row) => row.bytes[role.role] ?? 0, text: bytes, number: true })),
+    ...courseRoles(memory).map((role) => ({ title: role.label, value: (row) => row.bytes[role.role] ?? 0, text: bytes, number: true })),
   ];
   return table({ title: "Memory over the step", columns, rows: memory.curve, limit: 50 });
 }
 
-function steadyFirst(memory) {
-  const spread = (role) => {
-    const amounts = memory.curve.map((point) => point.bytes[role.role] ?? 0);
-    return amounts.reduce((most, amount) => Math.max(most, amount), 0) - amounts.reduce((least, amount) => Math.min(least, amount), Infinity);
-  };
-  return [...(memory.roles ?? [])].sort((one, other) => spread(one) - spread(other));
+/** Returns the roles that occur in the course of memory, the one that changes least first. */
+function courseRoles({ roles = [], curve }) {
+  const labels = new Map(roles.map(({ role, label }) => [role, label]));
+  const extremes = new Map();
+  for (const { bytes: amounts } of curve) {
+    for (const [role, amount] of Object.entries(amounts)) {
+      const [least, most] = extremes.get(role) ?? [amount, amount];
+      extremes.set(role, [Math.min(least, amount), Math.max(most, amount)]);
+    }
+  }
+  const spread = ([, [least, most]]) => most - least;
+  const steadyFirst = [...extremes].filter(([, [, most]]) => most > 0).sort((one, other) => spread(one) - spread(other));
+  return steadyFirst.map(([role]) => ({ role, label: labels.get(role) ?? role.replaceAll("_", " ") }));
 }
 
 function sum(amounts) {

@@ -1,7 +1,7 @@
 /** Ops: the graph of one section of the model, with its redistributions and what they take. */
 
 import { card, element, emptyText } from "shardplan/dom.js";
-import { bytes, flops, placements, seconds, whole } from "shardplan/format.js";
+import { flops, placements, seconds, whole } from "shardplan/format.js";
 import { table } from "shardplan/table.js";
 import { opGraph } from "shardplan/views/op_graph.js";
 
@@ -44,7 +44,6 @@ function opTable(rows) {
     { title: "Module", value: (row) => row.module },
     { title: "Calls", value: (row) => row.calls, text: whole, number: true },
     { title: "Work per step", value: (row) => row.flops, text: (value) => flops(value), number: true },
-    { title: "Bytes of a step", value: (row) => row.nbytes ?? null, text: bytes, number: true },
     { title: "Forward", value: (row) => row.forward_s, text: seconds, number: true },
     { title: "Backward", value: (row) => row.backward_s, text: seconds, number: true },
   ];

@@ -78,12 +78,12 @@ function memoryLabel(amount) {
 }
 
 function meanings(view) {
-  const kinds = [...new Set(view.timeline.events.map((event) => event[4]))];
-  const axes = view.timeline.lanes.filter((lane) => lane.axis);
+  const { lanes, events } = view.timeline;
+  const kinds = new Set(events.filter(([lane]) => !lanes[lane].axis).map((event) => event[4]));
+  const axes = lanes.filter((lane) => lane.axis);
   const roles = axisRoles(view);
-  const communication = ["exposed", "overlapped"];
   return [
-    ...kinds.filter((kind) => !axes.length || !communication.includes(kind)).map((kind) => ({ name: kind, variable: timeVariable(kind) })),
+    ...[...kinds].map((kind) => ({ name: kind === "exposed" ? "waits for communication" : kind, variable: timeVariable(kind) })),
     ...axes.map((lane) => ({ name: `communication on ${lane.axis}; paler where overlapped`, variable: axisVariable(roles.get(lane.axis)) })),
   ];
 }
