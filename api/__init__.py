@@ -6,4 +6,5 @@ jobs/      planning jobs: store, queue, workers
 remote/    the client, as a planner
 render/    plans as text and tables
 requests/  a request is checked, its model and cluster read, and planned
+view/      plans as data to draw: the page, the report, the trace
 """

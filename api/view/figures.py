@@ -126,10 +126,10 @@ def _curve(axes: Any, view: Mapping[str, Any]) -> None:
 def _timeline(axes: Any, view: Mapping[str, Any]) -> None:
     timeline = view["timeline"]
     for kind in dict.fromkeys(event[4] for event in timeline["events"]):
-        for lane in range(len(timeline["lanes"])):
-            spans = [(event[1], event[2]) for event in timeline["events"] if event[0] == lane and event[4] == kind]
+        for track in range(len(timeline["lanes"])):
+            spans = [(event[1], event[2]) for event in timeline["events"] if event[0] == track and event[4] == kind]
             if spans:
-                axes.broken_barh(spans, (lane - 0.4, 0.8), color=colour("time", kind), linewidth=0)
+                axes.broken_barh(spans, (track - 0.4, 0.8), color=colour("time", kind), linewidth=0)
         axes.barh([0], [0], color=colour("time", kind), label=kind)
     names = [each["name"] for each in timeline["lanes"]]
     axes.set_yticks(range(len(names)), names)

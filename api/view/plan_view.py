@@ -106,12 +106,12 @@ def timeline_view(timeline: Timeline, micro_batches: int) -> Json:
         "micro_batches": micro_batches,
         "note": timeline.note,
         "lanes": [
-            {"name": lane.name, "kind": lane.kind, "axis": lane.axis, "seconds": timeline.lane_seconds(number)}
-            for number, lane in enumerate(timeline.lanes)
+            {"name": track.name, "kind": track.kind, "axis": track.axis, "seconds": timeline.track_seconds(number)}
+            for number, track in enumerate(timeline.tracks)
         ],
         "labels": list(labels),
         "events": [
-            [each.lane, _rounded(each.start_s), _rounded(each.duration_s), labels[each.label], each.kind]
+            [each.track, _rounded(each.start_s), _rounded(each.duration_s), labels[each.label], each.kind]
             for each in timeline.events
         ],
     }

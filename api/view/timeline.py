@@ -2,11 +2,12 @@
 
 The estimate knows how long each part of the model computes and communicates, not when. The timeline puts the parts in
 their order: kernels one after another; a collective as soon as its part of the model begins and the axis is free. So
-the lanes add up to the estimate's seconds, and where an event stands is an assumption.
+the tracks add up to the estimate's seconds, and where an event stands is an assumption.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from api.view.schedule import Direction, Pass, passes
 from planner.plan.estimate import Breakdown, CollectiveEstimate, Estimate, MemoryPoint, SectionCost
 from planner.plan.sharding_plan import ShardingPlan
 
-LaneKind = Literal["compute", "communication", "stage"]
+TrackKind = Literal["compute", "communication", "stage"]
 EventKind = Literal["forward", "backward", "optimizer", "exposed", "overlapped", "idle"]
 """A collective is "overlapped" where kernels run in the middle of it, else "exposed"."""
 
@@ -26,32 +27,33 @@ MOST_EVENTS = 20_000
 MOST_POINTS = 1_500
 """Points of the memory curve above which micro-batches have fewer points each."""
 
+_RANGE = re.compile(r"\*|\{(\d+)-\d+\}")
 _PHASES_OF: Mapping[Direction, tuple[str, ...]] = {"forward": ("forward",), "backward": ("recompute", "backward")}
 
 COMPUTE = "compute"
-"""Name of the lane of kernels."""
+"""Name of the track of kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class Track:
     """One row of the timeline. ``axis``: of communication, the mesh axis."""
 
     name: str
-    kind: LaneKind
+    kind: TrackKind
     axis: str | None = None
 
 
 class Event(NamedTuple):
-    """One bar of a lane.
+    """One bar of a track.
 
     Attributes:
-        lane: index of the lane.
+        track: index of the track.
         section: index of the part of the model; None: of none.
         block: which of the section's blocks; None: all of them, or none.
         collective: of communication, what runs.
     """
 
-    lane: int
+    track: int
     start_s: float
     duration_s: float
     label: str
@@ -75,14 +77,14 @@ class Timeline:
     """One step of one device, and of a pipeline the passes of all stages; ``note`` says what is simplified."""
 
     step_s: float
-    lanes: tuple[Lane, ...]
+    tracks: tuple[Track, ...]
     events: tuple[Event, ...]
     memory: tuple[MemoryAt, ...]
     note: str = ""
 
-    def lane_seconds(self, lane: int) -> float:
-        """Return the sum of the durations of a lane's events."""
-        return sum(event.duration_s for event in self.events if event.lane == lane)
+    def track_seconds(self, track: int) -> float:
+        """Return the sum of the durations of a track's events."""
+        return sum(event.duration_s for event in self.events if event.track == track)
 
 
 def step_timeline(plan: ShardingPlan, *, most_events: int = MOST_EVENTS) -> Timeline | None:
@@ -99,16 +101,16 @@ class _Drawer:
     parts: Breakdown
     most_events: int
     events: list[Event] = field(default_factory=list)
-    lanes: list[Lane] = field(default_factory=list)
+    tracks: list[Track] = field(default_factory=list)
     waiting: list[tuple[float, Event]] = field(default_factory=list)
     kernels: list[tuple[float, float]] = field(default_factory=list)
 
     def draw(self) -> Timeline:
         plan, estimate = self.plan, self.estimate
         stage = self.parts.stage or 0
-        self.lanes.append(Lane(name=COMPUTE, kind="compute"))
+        self.tracks.append(Track(name=COMPUTE, kind="compute"))
         axes = dict.fromkeys(each.axis for section in self.parts.sections for each in section.collectives)
-        self.lanes += [Lane(name=axis, kind="communication", axis=axis) for axis in axes]
+        self.tracks += [Track(name=axis, kind="communication", axis=axis) for axis in axes]
         all_passes = passes(estimate, plan.micro_batches, plan.pipeline, stage=stage)
         own = sorted((each for each in all_passes if each.stage == stage), key=lambda each: each.start_s)
         for each in own:
@@ -120,8 +122,8 @@ class _Drawer:
             self._stages(all_passes, len(plan.pipeline.stages))
         return Timeline(
             step_s=estimate.step_time_s,
-            lanes=tuple(self.lanes),
-            events=tuple(sorted(self.events, key=lambda event: (event.lane, event.start_s))),
+            tracks=tuple(self.tracks),
+            events=tuple(sorted(self.events, key=lambda event: (event.track, event.start_s))),
             memory=tuple(self._memory(own)),
             note=self._note(),
         )
@@ -185,11 +187,11 @@ class _Drawer:
         return ended_s
 
     def _idle(self, ended_s: float) -> None:
-        """Fill the gaps of the compute lane of a pipeline's stage."""
+        """Fill the gaps of the compute track of a pipeline's stage."""
         if self.plan.pipeline is None:
             return
         at_s = 0.0
-        for event in sorted((event for event in self.events if event.lane == 0), key=lambda event: event.start_s):
+        for event in sorted((event for event in self.events if event.track == 0), key=lambda event: event.start_s):
             if event.start_s - at_s > 1e-9 * self.estimate.step_time_s:
                 self._add(0, at_s, event.start_s - at_s, "waits for other stages", "idle")
             at_s = max(at_s, event.start_s + event.duration_s)
@@ -210,17 +212,17 @@ class _Drawer:
             if duration_s <= 0:
                 continue
             name = self._name(section, block)
-            lane = next(i for i, lane in enumerate(self.lanes) if lane.axis == collective.axis)
+            track = next(i for i, track in enumerate(self.tracks) if track.axis == collective.axis)
             label = f"{collective.kind} of {name}, {collective.phase.replace('_', ' ')}"
-            event = Event(lane, at_s, duration_s, label, "exposed", number, block, each.micro_batch, collective)
+            event = Event(track, at_s, duration_s, label, "exposed", number, block, each.micro_batch, collective)
             self.waiting.append((at_s, event))
 
     def _communication(self, step_s: float) -> None:
         """Draw the queued collectives: each axis runs one at a time, in order, and is done when the step ends."""
-        by_lane: dict[int, list[Event]] = defaultdict(list)
+        by_track: dict[int, list[Event]] = defaultdict(list)
         for _, event in sorted(self.waiting, key=lambda pair: pair[0]):
-            by_lane[event.lane].append(event)
-        for queue in by_lane.values():
+            by_track[event.track].append(event)
+        for queue in by_track.values():
             starts, free_s = [], 0.0
             for event in queue:
                 starts.append(max(event.start_s, free_s))
@@ -241,12 +243,12 @@ class _Drawer:
     # --- stages, memory ------------------------------------------------------------------------------------------
 
     def _stages(self, all_passes: Sequence[Pass], stages: int) -> None:
-        first = len(self.lanes)
-        self.lanes += [Lane(name=f"stage {stage}", kind="stage") for stage in range(stages)]
+        first = len(self.tracks)
+        self.tracks += [Track(name=f"stage {stage}", kind="stage") for stage in range(stages)]
         for each in all_passes:
             label = f"{each.direction} of micro-batch {each.micro_batch}"
-            lane = first + each.stage
-            self._add(lane, each.start_s, each.duration_s, label, each.direction, None, None, each.micro_batch)
+            track = first + each.stage
+            self._add(track, each.start_s, each.duration_s, label, each.direction, None, None, each.micro_batch)
 
     def _memory(self, own: Sequence[Pass]) -> Iterator[MemoryAt]:
         """Yield the bytes over the step: at its start, at the points of each pass, and at the optimizer's step."""
@@ -306,7 +308,7 @@ class _Drawer:
 
     def _add(
         self,
-        lane: int,
+        track: int,
         start_s: float,
         duration_s: float,
         label: str,
@@ -315,19 +317,16 @@ class _Drawer:
         block: int | None = None,
         micro_batch: int | None = None,
     ) -> None:
-        self.events.append(Event(lane, start_s, duration_s, label, kind, section, block, micro_batch))
+        self.events.append(Event(track, start_s, duration_s, label, kind, section, block, micro_batch))
 
 
 def block_name(pattern: str, block: int | None) -> str:
     """Return the FQN of the ``block``-th module that a pattern stands for; the pattern itself for None."""
     if block is None:
         return pattern
-    head, star, tail = pattern.partition("*")
-    if star:
-        return f"{head}{block}{tail}"
-    head, brace, rest = pattern.partition("{")
-    numbers, _, tail = rest.partition("}")
-    return f"{head}{int(numbers.split('-')[0]) + block}{tail}" if brace else pattern
+    ranged = _RANGE.search(pattern)
+    first = int(ranged[1]) if ranged is not None and ranged[1] else 0
+    return pattern if ranged is None else pattern[: ranged.start()] + str(first + block) + pattern[ranged.end() :]
 
 
 def _added(held: Mapping[str, int], live: Mapping[str, int]) -> dict[str, int]:

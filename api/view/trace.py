@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from api.view.timeline import Event, Lane, Timeline, block_name, step_timeline
+from api.view.timeline import Event, Timeline, Track, block_name, step_timeline
 from planner.errors import PlanError
 from planner.plan.estimate import Breakdown, OpCost
 from planner.plan.sharding_plan import ShardingPlan
@@ -25,7 +25,7 @@ def chrome_trace(plan: ShardingPlan, *, ranks: Sequence[int] = ()) -> dict[str, 
     """Return the predicted step of ``plan`` as a trace.
 
     Args:
-        ranks: ranks of a pipeline whose stages have a lane; empty: all stages have one.
+        ranks: ranks of a pipeline whose stages have a track; empty: all stages have one.
 
     Raises:
         PlanError: the plan does not say where its seconds are spent, or has no such rank.
@@ -42,7 +42,7 @@ def chrome_trace(plan: ShardingPlan, *, ranks: Sequence[int] = ()) -> dict[str, 
         "displayTimeUnit": "ms",
         "otherData": {"plan": title, "step_time_s": timeline.step_s, "note": timeline.note},
         "traceEvents": [
-            *_names(timeline.lanes, title, stages),
+            *_names(timeline.tracks, title, stages),
             *_slices(timeline, plan.breakdown, stages, plan.micro_batches),
             *_counters(timeline),
         ],
@@ -50,7 +50,7 @@ def chrome_trace(plan: ShardingPlan, *, ranks: Sequence[int] = ()) -> dict[str, 
 
 
 def _stages_of(plan: ShardingPlan, ranks: Sequence[int]) -> frozenset[str] | None:
-    """Return the names of the lanes of the stages that ``ranks`` are in; None: of all stages."""
+    """Return the names of the tracks of the stages that ``ranks`` are in; None: of all stages."""
     if not ranks:
         return None
     wrong = [rank for rank in ranks if not 0 <= rank < plan.mesh.size]
@@ -63,23 +63,23 @@ def _stages_of(plan: ShardingPlan, ranks: Sequence[int]) -> frozenset[str] | Non
     return frozenset(f"stage {rank // per_stage}" for rank in ranks)
 
 
-def _is_shown(lane: Lane, stages: frozenset[str] | None) -> bool:
-    return lane.kind != "stage" or stages is None or lane.name in stages
+def _is_shown(track: Track, stages: frozenset[str] | None) -> bool:
+    return track.kind != "stage" or stages is None or track.name in stages
 
 
-def _process(lane: Lane) -> int:
-    return _STAGES if lane.kind == "stage" else _DEVICE
+def _process(track: Track) -> int:
+    return _STAGES if track.kind == "stage" else _DEVICE
 
 
-def _names(lanes: Sequence[Lane], title: str, stages: frozenset[str] | None) -> Iterator[dict[str, Any]]:
+def _names(tracks: Sequence[Track], title: str, stages: frozenset[str] | None) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", _DEVICE, 0, {"name": f"one device: {title}"})
-    if any(lane.kind == "stage" for lane in lanes):
+    if any(track.kind == "stage" for track in tracks):
         yield _metadata("process_name", _STAGES, 0, {"name": "pipeline stages"})
-    for number, lane in enumerate(lanes):
-        if _is_shown(lane, stages):
-            name = f"communication on {lane.name}" if lane.kind == "communication" else lane.name
-            yield _metadata("thread_name", _process(lane), number + 1, {"name": name})
-            yield _metadata("thread_sort_index", _process(lane), number + 1, {"sort_index": number})
+    for number, track in enumerate(tracks):
+        if _is_shown(track, stages):
+            name = f"communication on {track.name}" if track.kind == "communication" else track.name
+            yield _metadata("thread_name", _process(track), number + 1, {"name": name})
+            yield _metadata("thread_sort_index", _process(track), number + 1, {"sort_index": number})
 
 
 def _metadata(name: str, pid: int, tid: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,14 +92,16 @@ def _slices(
     ops: dict[int, list[OpCost]] = {}
     for op in parts.ops:
         ops.setdefault(op.section, []).append(op)
-    every = sum(len(ops.get(event.section or 0, ())) for event in timeline.events if event.lane == 0) <= MOST_EVENTS
+    every = sum(len(ops.get(event.section or 0, ())) for event in timeline.events if event.track == 0) <= MOST_EVENTS
     for event in timeline.events:
-        lane = timeline.lanes[event.lane]
-        if not _is_shown(lane, stages):
+        track = timeline.tracks[event.track]
+        if not _is_shown(track, stages):
             continue
-        yield _slice(event.label, event.kind, event.start_s, event.duration_s, event, _process(lane), _arguments(event))
+        yield _slice(
+            event.label, event.kind, event.start_s, event.duration_s, event, _process(track), _arguments(event)
+        )
         in_detail = every or event.micro_batch == 0
-        if event.lane == 0 and event.section is not None and event.kind in ("forward", "backward") and in_detail:
+        if event.track == 0 and event.section is not None and event.kind in ("forward", "backward") and in_detail:
             yield from _op_slices(event, ops.get(event.section, []), parts, micro_batches)
 
 
@@ -113,7 +115,7 @@ def _slice(
         "ts": start_s * _US,
         "dur": duration_s * _US,
         "pid": pid,
-        "tid": event.lane + 1,
+        "tid": event.track + 1,
         "args": dict(arguments),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -274,6 +275,28 @@ def ports_text(spec: PortSpec) -> Any:
         full = "layout" in spec
         return {name: port_text(port, full=full) for name, port in spec.items()}
     return [None if port is None else port_text(port) for port in spec]
+
+
+def pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
+    """Return a pipeline as JSON values."""
+    stages = [{**json_values(stage)} for stage in pipeline.stages]
+    return {**json_values(pipeline), "stages": stages}
+
+
+def json_values(value: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON values."""
+    values = dataclasses.asdict(value)
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
+
+
+def without_defaults(value: Any) -> Any:
+    """Return a value of dataclasses, tuples and mappings as JSON values, without the fields that have their default."""
+    if dataclasses.is_dataclass(value):
+        fields = ((item.name, getattr(value, item.name), item.default) for item in dataclasses.fields(value))
+        return {name: without_defaults(own) for name, own, default in fields if own != default}
+    if isinstance(value, Mapping):
+        return {key: without_defaults(item) for key, item in value.items()}
+    return [without_defaults(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _port(text: list[str] | PortDocument) -> Port:

@@ -290,15 +290,15 @@ class ShardingPlan:
             "local_modules": dict(self.local_modules),
             "micro_batches": self.micro_batches,
             "zigzag": None if self.zigzag is None else dataclasses.asdict(self.zigzag),
-            "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
-            "estimate": None if self.estimate is None else _json_values(self.estimate),
-            "breakdown": None if self.breakdown is None else _without_defaults(self.breakdown),
-            "solver": None if self.solver is None else _json_values(self.solver),
-            "baselines": [_json_values(price) for price in self.baselines],
-            "verification": None if self.verification is None else _json_values(self.verification),
-            "techniques": [_json_values(technique) for technique in self.techniques],
+            "pipeline": None if self.pipeline is None else plan_document.pipeline_values(self.pipeline),
+            "estimate": None if self.estimate is None else plan_document.json_values(self.estimate),
+            "breakdown": None if self.breakdown is None else plan_document.without_defaults(self.breakdown),
+            "solver": None if self.solver is None else plan_document.json_values(self.solver),
+            "baselines": [plan_document.json_values(price) for price in self.baselines],
+            "verification": None if self.verification is None else plan_document.json_values(self.verification),
+            "techniques": [plan_document.json_values(technique) for technique in self.techniques],
             "model": self.model,
-            "job": _json_values(self.job),
+            "job": plan_document.json_values(self.job),
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),
             "timings": dict(self.timings),
@@ -366,27 +366,6 @@ class ShardingPlan:
     def json_schema() -> dict[str, Any]:
         """Return the JSON Schema (draft 2020-12) of a plan's file, as in ``planner/plan/plan.schema.json``."""
         return plan_document.json_schema()
-
-
-def _pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
-    stages = [{**_json_values(stage)} for stage in pipeline.stages]
-    return {**_json_values(pipeline), "stages": stages}
-
-
-def _json_values(value: Any) -> dict[str, Any]:
-    """Return a dataclass as JSON values."""
-    values = dataclasses.asdict(value)
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
-
-
-def _without_defaults(value: Any) -> Any:
-    """Return a value of dataclasses, tuples and mappings as JSON values, without the fields that have their default."""
-    if dataclasses.is_dataclass(value):
-        fields = ((item.name, getattr(value, item.name), item.default) for item in dataclasses.fields(value))
-        return {name: _without_defaults(own) for name, own, default in fields if own != default}
-    if isinstance(value, Mapping):
-        return {key: _without_defaults(item) for key, item in value.items()}
-    return [_without_defaults(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _check_containers(plan: ShardingPlan) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from cost_model.layouts.layout import Layout, format_layout, split_factor
 from planner.formulation.decision import Decision
@@ -27,27 +25,11 @@ from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.patterns import match_keys
 from planner.pricing.op_times import OpTime
 from planner.pricing.price import Collective, Price, add_prices
-from planner.regions.regions import Region
 from planner.writing.fqn_entries import fold_names
+from planner.writing.sections import Section, SectionShares, find_sections
 
 MOST_POINTS = 120
 """Most points of the memory curve: a model of many unlike blocks has thousands."""
-
-_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
-
-
-@dataclass(slots=True)
-class _Section:
-    """Blocks with equal region classes that run one after another, or consecutive regions of one module.
-
-    Attributes:
-        modules: FQNs of the blocks, or of the one module.
-        regions: indices of the regions, those of the first block first.
-    """
-
-    modules: list[str]
-    regions: list[int]
-    per_block: int = 0
 
 
 def breakdown(
@@ -79,8 +61,8 @@ class _Writer:
         self._run = formulator.pricer.run
         self._modules, self._rename = modules, rename
         self._position = {op.name: number for number, op in enumerate(structure.regions.graph.ops)}
-        self._sections = list(self._find_sections())
-        self._in_section = _Shares.of(structure, self._sections)
+        self._sections = find_sections(structure)
+        self._in_section = SectionShares.of(structure, self._sections)
         self._op_index: dict[tuple[int, str], int] = {}
 
     def write(self) -> Breakdown:
@@ -103,39 +85,6 @@ class _Writer:
         return self._run.micro_batches / self._run.passes
 
     # --- sections ------------------------------------------------------------------------------------------------
-
-    def _find_sections(self) -> Iterator[_Section]:
-        """Yield the sections in execution order. A block runs where its first op does."""
-        regions, blocks = self._structure.regions, self._structure.blocks
-        by_module: dict[tuple[str, bool], list[Region]] = defaultdict(list)
-        order: list[tuple[str, bool]] = []
-        for region in sorted((r for r in regions.regions if r.ops), key=self._first_op):
-            block = blocks.of_region.get(region.index)
-            key = (block or region.fqn, block is not None)
-            if block is None and order and order[-1] != key and key in by_module:
-                key = (f"{region.fqn}\0{region.index}", False)  # the module runs again, after another one
-            if key not in by_module:
-                order.append(key)
-            by_module[key].append(region)
-        current: _Section | None = None
-        last: tuple[str, list[int]] | None = None
-        for key in order:
-            own = by_module[key]
-            name, is_block = key[0].partition("\0")[0], key[1]
-            kind = (_NUMBER.sub(r"\1*", name), sorted(regions.class_of[r.index] for r in own)) if is_block else None
-            if current is not None and kind is not None and kind == last:
-                current.modules.append(name)
-                current.regions += [r.index for r in own]
-            else:
-                if current is not None:
-                    yield current
-                current = _Section(modules=[name], regions=[r.index for r in own], per_block=len(own))
-            last = kind
-        if current is not None:
-            yield current
-
-    def _first_op(self, region: Region) -> int:
-        return self._position[region.ops[0].op.name]
 
     def _section_costs(self, all_items: Sequence[Item]) -> Iterator[SectionCost]:
         charges: list[dict[str, float]] = [defaultdict(float) for _ in self._sections]
@@ -197,7 +146,7 @@ class _Writer:
                 inputs=tuple(dict.fromkeys(producer for producer in made if producer is not None)),
             )
 
-    def _module_pattern(self, section: _Section, fqn: str) -> str:
+    def _module_pattern(self, section: Section, fqn: str) -> str:
         """Return the FQN pattern of module ``fqn`` of a section's first block, in all of its blocks."""
         first = section.modules[0]
         inside = fqn == first or fqn.startswith(f"{first}.")
@@ -307,46 +256,6 @@ class _Writer:
         found = (times.get(op.name, none) for op in regions.graph.ops)
         seconds = (time.backward_s if self._run.job.training else time.forward_s for time in found)
         return list(itertools.accumulate(seconds, initial=0.0))
-
-
-@dataclass(slots=True)
-class _Shares:
-    """For each region class, the sections that its regions are in, and the fraction of them there."""
-
-    of_class: Mapping[int, Sequence[tuple[int, float]]]
-    section_of_block: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, structure: Structure, sections: Sequence[_Section]) -> _Shares:
-        section_of = {region: number for number, section in enumerate(sections) for region in section.regions}
-        # A region without ops only passes tensors on. It counts where the next region in the graph runs.
-        followers = {link.producer: link.consumer for link in structure.regions.links}
-        shares = {}
-        for members in structure.regions.classes:
-            counts: dict[int, int] = defaultdict(int)
-            for member in members.members:
-                counts[_placed(member, section_of, followers)] += 1
-            shares[members.index] = [(section, count / len(members.members)) for section, count in counts.items()]
-        blocks = {name: number for number, section in enumerate(sections) for name in section.modules}
-        return cls(of_class=shares, section_of_block=blocks)
-
-    def of_item(self, item: Item) -> Sequence[tuple[int, float]]:
-        """Return the sections of an item, and the fraction of its price in each; none for what is in no section."""
-        if item.group is not None:
-            counts: dict[int, int] = defaultdict(int)
-            for block in item.group.blocks:
-                counts[self.section_of_block.get(block, 0)] += 1
-            return [(section, count / item.group.count) for section, count in counts.items()]
-        return () if item.region is None else self.of_class[item.region]
-
-
-def _placed(region: int, section_of: Mapping[int, int], followers: Mapping[int, int]) -> int:
-    """Return the section of a region, or of the first region after it that has ops; the last one if there is none."""
-    seen = set()
-    while region not in section_of and region in followers and region not in seen:
-        seen.add(region)
-        region = followers[region]
-    return section_of.get(region, max(section_of.values(), default=0))
 
 
 def short_op_name(target_name: str) -> str:

@@ -19,7 +19,7 @@ export async function newPlanPage({ api, navigate }) {
   const reads = [api.get("/v1/models"), api.get("/v1/clusters"), requestOf(api, query), api.get(`/v1/plans?limit=${LATEST}`)];
   const [{ models }, { devices }, request, latest] = await Promise.all(reads);
   const send = async (values) => navigate(`/plans/${(await api.submit(values)).id}`);
-  const form = planForm({ models, devices }, request, send);
+  const form = planForm({ models, devices }, query.has("from") ? request : { ...EXAMPLES[0].request, ...request }, send);
   return {
     title: "New plan",
     node: element(
