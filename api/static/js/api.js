@@ -14,8 +14,12 @@ export class Problem extends Error {
 
   /** Returns the text of each field at fault by the field's name; the field `body.model.hf_config` is `model`. */
   fields() {
-    const faults = (this.data.errors ?? []).map(({ where, what }) => [where.replace(/^body\./, "").split(".")[0], what]);
-    if (this.data.field) faults.push([String(this.data.field), [this.data.detail, this.data.what_to_do].filter(Boolean).join(" ")]);
+    const faults = (this.data.errors ?? []).map(({ where, what }) => [
+      where.replace(/^body\./, "").split(".")[0],
+      what,
+    ]);
+    if (this.data.field)
+      faults.push([String(this.data.field), [this.data.detail, this.data.what_to_do].filter(Boolean).join(" ")]);
     return new Map(faults);
   }
 }
@@ -71,7 +75,10 @@ export function client(askForToken) {
     async *events(id, signal) {
       let last = "0";
       while (!signal.aborted) {
-        const read = await send("GET", `/v1/plans/${id}/events`, null, { signal, headers: { "Last-Event-ID": last } }).catch(rethrownUnless(signal));
+        const read = await send("GET", `/v1/plans/${id}/events`, null, {
+          signal,
+          headers: { "Last-Event-ID": last },
+        }).catch(rethrownUnless(signal));
         if (!read) return;
         try {
           for await (const event of messages(read.body)) {
@@ -120,7 +127,12 @@ async function once(method, path, body, { signal, headers = {} }) {
     return await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem({ title: "The server does not answer", detail: error.message, what_to_do: "Check that it runs and that this machine is online.", status: 0 });
+    throw new Problem({
+      title: "The server does not answer",
+      detail: error.message,
+      what_to_do: "Check that it runs and that this machine is online.",
+      status: 0,
+    });
   }
 }
 

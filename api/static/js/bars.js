@@ -16,14 +16,30 @@ export function stackedBar({ label, parts, whole, format, marks = [] }) {
   const shown = parts.filter((part) => part.amount > 0);
   const share = (amount) => `${Math.min(100, (100 * amount) / (whole || 1))}%`;
   const segment = (part) =>
-    element("span", { title: `${part.name}: ${format(part.amount)}`, style: { width: share(part.amount), background: css(part.variable) } });
-  const line = (mark) => element("span", { class: lineClass("mark-line", mark), title: `${mark.name}: ${format(mark.amount)}`, style: { left: `min(${share(mark.amount)}, 100% - 2px)` } });
+    element("span", {
+      title: `${part.name}: ${format(part.amount)}`,
+      style: { width: share(part.amount), background: css(part.variable) },
+    });
+  const line = (mark) =>
+    element("span", {
+      class: lineClass("mark-line", mark),
+      title: `${mark.name}: ${format(mark.amount)}`,
+      style: { left: `min(${share(mark.amount)}, 100% - 2px)` },
+    });
   const text = [...shown, ...marks].map((part) => `${part.name} ${format(part.amount)}`).join(", ");
   return element(
     "figure",
     { class: "stacked" },
-    element("div", { class: "bar", role: "img", "aria-label": `${label}: ${text}` }, shown.map(segment), marks.map(line)),
-    legend(parts.map((part) => ({ ...part, text: format(part.amount) })), marks.map((mark) => ({ ...mark, text: format(mark.amount) }))),
+    element(
+      "div",
+      { class: "bar", role: "img", "aria-label": `${label}: ${text}` },
+      shown.map(segment),
+      marks.map(line),
+    ),
+    legend(
+      parts.map((part) => ({ ...part, text: format(part.amount) })),
+      marks.map((mark) => ({ ...mark, text: format(mark.amount) })),
+    ),
   );
 }
 
@@ -34,7 +50,13 @@ export function stackedBar({ label, parts, whole, format, marks = [] }) {
  */
 export function legend(items, lines = []) {
   const entry = (item, mark) =>
-    element("li", { title: item.note || null }, mark, element("span", {}, item.name), item.text ? element("b", {}, item.text) : null);
+    element(
+      "li",
+      { title: item.note || null },
+      mark,
+      element("span", {}, item.name),
+      item.text ? element("b", {}, item.text) : null,
+    );
   return element(
     "ul",
     { class: "legend" },

@@ -67,7 +67,9 @@ export function tooltipContent(title, rows) {
     "div",
     { class: "tooltip" },
     element("strong", {}, title),
-    rows.map(([name, value, fill]) => element("div", {}, fill ? mark(fill) : null, `${name} `, element("b", {}, value))),
+    rows.map(([name, value, fill]) =>
+      element("div", {}, fill ? mark(fill) : null, `${name} `, element("b", {}, value)),
+    ),
   );
 }
 
@@ -75,6 +77,11 @@ function basics(colour) {
   return {
     animation: false,
     textStyle: { fontFamily: "system-ui, sans-serif", color: colour("--text") },
-    tooltip: { backgroundColor: colour("--surface"), borderColor: colour("--line-strong"), textStyle: { color: colour("--text"), fontSize: 13 }, confine: true },
+    tooltip: {
+      backgroundColor: colour("--surface"),
+      borderColor: colour("--line-strong"),
+      textStyle: { color: colour("--text"), fontSize: 13 },
+      confine: true,
+    },
   };
 }

@@ -2,13 +2,28 @@
 
 const AXIS_ROLES = ["dp", "fsdp", "tp", "cp", "ep", "pp", "repeat"];
 const MEMORY_ROLES = [
-  "parameters", "gradients", "optimizer_state", "activations", "transient", "recomputed_block", "allocator", "context",
+  "parameters",
+  "gradients",
+  "optimizer_state",
+  "activations",
+  "transient",
+  "recomputed_block",
+  "allocator",
+  "context",
   "kv_cache",
 ];
 const TIME_PARTS = {
-  compute: "--time-compute", forward: "--time-forward", backward: "--time-backward", recompute: "--time-recompute",
-  "exposed communication": "--time-exposed", exposed: "--time-exposed", overlapped: "--time-overlapped",
-  "gradient reduction": "--time-exposed", optimizer: "--time-optimizer", bubble: "--time-idle", idle: "--time-idle",
+  compute: "--time-compute",
+  forward: "--time-forward",
+  backward: "--time-backward",
+  recompute: "--time-recompute",
+  "exposed communication": "--time-exposed",
+  exposed: "--time-exposed",
+  overlapped: "--time-overlapped",
+  "gradient reduction": "--time-exposed",
+  optimizer: "--time-optimizer",
+  bubble: "--time-idle",
+  idle: "--time-idle",
   "overlapped communication": "--time-overlapped",
 };
 

@@ -62,7 +62,14 @@ export function roveFocus(nodes) {
       for (const other of nodes) other.setAttribute("tabindex", other === node ? "0" : "-1");
     });
     node.addEventListener("keydown", (event) => {
-      const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -index, End: nodes.length - 1 - index };
+      const steps = {
+        ArrowRight: 1,
+        ArrowDown: 1,
+        ArrowLeft: -1,
+        ArrowUp: -1,
+        Home: -index,
+        End: nodes.length - 1 - index,
+      };
       if (!(event.key in steps)) return;
       event.preventDefault();
       nodes[Math.min(nodes.length - 1, Math.max(0, index + steps[event.key]))].focus();

@@ -1,9 +1,27 @@
 /** Numbers as text: three significant digits and a unit, GB of 1e9 bytes. A missing number is a dash. */
 
 const MISSING = "\u2013";
-const TIMES = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
-const SIZES = [[1e15, "PB"], [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
-const WORKS = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]];
+const TIMES = [
+  [1, "s"],
+  [1e-3, "ms"],
+  [1e-6, "us"],
+  [1e-9, "ns"],
+];
+const SIZES = [
+  [1e15, "PB"],
+  [1e12, "TB"],
+  [1e9, "GB"],
+  [1e6, "MB"],
+  [1e3, "kB"],
+  [1, "B"],
+];
+const WORKS = [
+  [1e15, "P"],
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1, ""],
+];
 
 /** Returns a number with three significant digits, such as `9,350` or `0.0720`. */
 export function significant(value) {
@@ -11,7 +29,10 @@ export function significant(value) {
   if (value === 0) return "0";
   const rounded = Number(value.toPrecision(3));
   const digits = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(rounded))));
-  return rounded.toLocaleString("en-US", { minimumFractionDigits: Math.min(digits, 8), maximumFractionDigits: Math.min(digits, 8) });
+  return rounded.toLocaleString("en-US", {
+    minimumFractionDigits: Math.min(digits, 8),
+    maximumFractionDigits: Math.min(digits, 8),
+  });
 }
 
 /** Returns a whole number with thousands separated. */
@@ -31,7 +52,11 @@ export function bytes(value) {
 
 /** Returns floating-point operations, such as `12.6 PFLOP`. */
 export function flops(value, unit = "FLOP") {
-  return scaled(value, WORKS.map(([size, prefix]) => [size, prefix + unit]), unit);
+  return scaled(
+    value,
+    WORKS.map(([size, prefix]) => [size, prefix + unit]),
+    unit,
+  );
 }
 
 /** Returns a fraction as a percentage. */
@@ -47,7 +72,9 @@ export function dollars(value) {
 
 /** Returns a point in time, given in seconds since 1970, as local date and time. */
 export function moment(value) {
-  return value == null ? MISSING : new Date(value * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
+  return value == null
+    ? MISSING
+    : new Date(value * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
 }
 
 /** Returns a difference with its sign, such as `+0.31 s`. */

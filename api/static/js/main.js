@@ -48,7 +48,10 @@ async function open({ again = false } = {}) {
   shown = { path };
   const opening = shown;
   markCurrentLink(path);
-  const loading = setTimeout(() => main.replaceChildren(element("p", { class: "loading", role: "status" }, "Loading\u2026")), 150);
+  const loading = setTimeout(
+    () => main.replaceChildren(element("p", { class: "loading", role: "status" }, "Loading\u2026")),
+    150,
+  );
   const page = await built(path);
   clearTimeout(loading);
   if (shown !== opening) return page.stop?.();
@@ -76,8 +79,24 @@ function errorPage(title, error, ...actions) {
 
 function followLink(event) {
   const link = event.target.closest?.("a[href]");
-  if (!link || event.defaultPrevented || event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
-  if (link.download || link.target || link.origin !== location.origin || link.getAttribute("href").startsWith("#") || !pageOf(link.pathname)) return;
+  if (
+    !link ||
+    event.defaultPrevented ||
+    event.button ||
+    event.ctrlKey ||
+    event.metaKey ||
+    event.shiftKey ||
+    event.altKey
+  )
+    return;
+  if (
+    link.download ||
+    link.target ||
+    link.origin !== location.origin ||
+    link.getAttribute("href").startsWith("#") ||
+    !pageOf(link.pathname)
+  )
+    return;
   event.preventDefault();
   navigate(link.href);
 }

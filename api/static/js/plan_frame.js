@@ -32,7 +32,12 @@ export function planFrame(view, { views, context, actions = [] }) {
   const node = element(
     "article",
     { class: "plan" },
-    element("header", { class: "plan-head" }, element("div", {}, element("h1", {}, view.title), element("p", { class: "quiet" }, view.subtitle)), element("div", { class: "actions no-print" }, actions)),
+    element(
+      "header",
+      { class: "plan-head" },
+      element("div", {}, element("h1", {}, view.title), element("p", { class: "quiet" }, view.subtitle)),
+      element("div", { class: "actions no-print" }, actions),
+    ),
     headline(view.headline ?? []),
     element("nav", { class: "tabs no-print", "aria-label": "Views of the plan" }, [...links.values()]),
     [...panels.values()].map((item) => item.node),
@@ -57,7 +62,18 @@ function panel(item, view, context) {
 function headline(tiles) {
   if (!tiles.length) return emptyText("This plan has no estimate.");
   const tile = (item) =>
-    element("div", { class: "tile" }, element("dt", {}, item.label), element("dd", { "data-value": item.number }, element("strong", {}, item.value), hiddenText(". "), element("span", {}, item.note)));
+    element(
+      "div",
+      { class: "tile" },
+      element("dt", {}, item.label),
+      element(
+        "dd",
+        { "data-value": item.number },
+        element("strong", {}, item.value),
+        hiddenText(". "),
+        element("span", {}, item.note),
+      ),
+    );
   return element("dl", { class: "headline" }, tiles.map(tile));
 }
 

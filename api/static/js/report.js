@@ -8,7 +8,11 @@ import { hashState } from "shardplan/url_state.js";
 
 startTheme();
 const view = JSON.parse(document.getElementById("view").textContent);
-const frame = planFrame(view, { views: PLAN_VIEWS, context: { state: hashState() }, actions: [themeSelect(), printButton()] });
+const frame = planFrame(view, {
+  views: PLAN_VIEWS,
+  context: { state: hashState() },
+  actions: [themeSelect(), printButton()],
+});
 document.title = view.title;
 document.getElementById("main").replaceChildren(frame.node);
 frame.update();

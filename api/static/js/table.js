@@ -20,12 +20,31 @@ export function table({ title, level = 3, columns, rows, empty = "None.", limit 
   let [sortedBy, ascending, shown] = [null, true, limit];
   const head = element("tr");
   const body = element("tbody");
-  const more = element("button", { type: "button", class: "quiet", on: { click: () => { shown = rows.length; draw(); } } });
+  const more = element("button", {
+    type: "button",
+    class: "quiet",
+    on: {
+      click: () => {
+        shown = rows.length;
+        draw();
+      },
+    },
+  });
 
   function draw() {
-    const sorted = sortedBy ? [...rows].sort((one, other) => compared(sortedBy.value(one), sortedBy.value(other), ascending)) : rows;
+    const sorted = sortedBy
+      ? [...rows].sort((one, other) => compared(sortedBy.value(one), sortedBy.value(other), ascending))
+      : rows;
     head.replaceChildren(...columns.map((column) => headCell(column)));
-    body.replaceChildren(...sorted.slice(0, shown).map((row) => element("tr", {}, columns.map((column, index) => cell(column, row, index)))));
+    body.replaceChildren(
+      ...sorted.slice(0, shown).map((row) =>
+        element(
+          "tr",
+          {},
+          columns.map((column, index) => cell(column, row, index)),
+        ),
+      ),
+    );
     more.hidden = shown >= rows.length;
     more.textContent = `Show all ${rows.length.toLocaleString("en-US")} rows`;
   }
@@ -39,14 +58,23 @@ export function table({ title, level = 3, columns, rows, empty = "None.", limit 
       draw();
       head.children[columns.indexOf(column)].querySelector("button").focus();
     };
-    return element("th", { ...look, "aria-sort": order }, element("button", { type: "button", on: { click: sort } }, column.title));
+    return element(
+      "th",
+      { ...look, "aria-sort": order },
+      element("button", { type: "button", on: { click: sort } }, column.title),
+    );
   }
 
   draw();
   return element(
     "div",
     { class: "table" },
-    element("div", { class: "table-head" }, heading, copyButton(title, () => csv(columns, rows))),
+    element(
+      "div",
+      { class: "table-head" },
+      heading,
+      copyButton(title, () => csv(columns, rows)),
+    ),
     scrollRegion(title, element("table", { "aria-label": title }, element("thead", {}, head), body)),
     more,
   );
@@ -71,7 +99,12 @@ export function copyButton(title, text) {
     setTimeout(() => (state.textContent = ""), 2000);
   };
   const name = `Copy CSV of ${title}`;
-  return element("span", { class: "copy no-print" }, state, element("button", { type: "button", class: "quiet", "aria-label": name, on: { click: copy } }, "Copy CSV"));
+  return element(
+    "span",
+    { class: "copy no-print" },
+    state,
+    element("button", { type: "button", class: "quiet", "aria-label": name, on: { click: copy } }, "Copy CSV"),
+  );
 }
 
 /** Returns rows as CSV (RFC 4180); texts that a spreadsheet would run as a formula are quoted with an apostrophe. */
@@ -92,12 +125,17 @@ function cell(column, row, index) {
   const value = column.value(row);
   const tag = index === 0 && !column.number ? "th" : "td";
   const exact = typeof value === "number" ? value : null;
-  const content = column.text ? column.text(value, row) : value ?? "\u2013";
-  return element(tag, { scope: tag === "th" ? "row" : null, class: column.number ? "number" : null, "data-value": exact }, content);
+  const content = column.text ? column.text(value, row) : (value ?? "\u2013");
+  return element(
+    tag,
+    { scope: tag === "th" ? "row" : null, class: column.number ? "number" : null, "data-value": exact },
+    content,
+  );
 }
 
 function compared(one, other, ascending) {
   if (one == null || other == null) return (one == null) - (other == null); // missing values stay last
-  const order = typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
+  const order =
+    typeof one === "number" ? one - other : String(one).localeCompare(String(other), "en", { numeric: true });
   return ascending ? order : -order;
 }

@@ -16,12 +16,19 @@ export function startTheme() {
 
 /** Returns the select element of the theme. */
 export function themeSelect() {
-  const options = Object.entries(THEMES).map(([value, text]) => element("option", { value, selected: value === stored() }, text));
+  const options = Object.entries(THEMES).map(([value, text]) =>
+    element("option", { value, selected: value === stored() }, text),
+  );
   const choose = (event) => {
     store(event.target.value);
     applyTheme(event.target.value);
   };
-  return element("label", { class: "theme" }, element("span", {}, "Theme"), element("select", { on: { change: choose } }, options));
+  return element(
+    "label",
+    { class: "theme" },
+    element("span", {}, "Theme"),
+    element("select", { on: { change: choose } }, options),
+  );
 }
 
 /** Shows a theme, without storing it. */

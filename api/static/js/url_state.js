@@ -8,7 +8,11 @@
  */
 export function queryState(navigate) {
   const href = (changes) => location.pathname + prefixed("?", changed(location.search, changes));
-  return { get: (key) => new URLSearchParams(location.search).get(key), href, go: (changes) => navigate(href(changes)) };
+  return {
+    get: (key) => new URLSearchParams(location.search).get(key),
+    href,
+    go: (changes) => navigate(href(changes)),
+  };
 }
 
 /** Returns the state behind `#`; its members are those of `queryState`. */
@@ -17,7 +21,9 @@ export function hashState() {
   return {
     get: (key) => new URLSearchParams(location.hash.slice(1)).get(key),
     href,
-    go: (changes) => { location.hash = href(changes); },
+    go: (changes) => {
+      location.hash = href(changes);
+    },
   };
 }
 

@@ -16,7 +16,10 @@ const FIRST = { nodes: 1, perNode: 8, device: "h100-sxm-80gb" };
 export function clusterInput(devices, value) {
   const simple = simpleCluster(value);
   const known = value == null || devices.some((device) => device.name === simple?.device);
-  return alternatives("cluster", "Cluster", [cards(devices, known ? simple ?? FIRST : FIRST, known), written(value, !known)]);
+  return alternatives("cluster", "Cluster", [
+    cards(devices, known ? (simple ?? FIRST) : FIRST, known),
+    written(value, !known),
+  ]);
 }
 
 /** Returns `{nodes, perNode, device}` of a cluster such as `4x8xh100-sxm-80gb`, null for any other. */
@@ -32,10 +35,23 @@ export function deviceFacts(device) {
 }
 
 function cards(devices, { nodes, perNode, device }, chosen) {
-  const count = (label, value) => element("label", {}, `${label} `, element("input", { type: "text", inputmode: "numeric", autocomplete: "off", size: 5, value }));
+  const count = (label, value) =>
+    element(
+      "label",
+      {},
+      `${label} `,
+      element("input", { type: "text", inputmode: "numeric", autocomplete: "off", size: 5, value }),
+    );
   const [nodesLabel, perNodeLabel] = [count("Nodes", nodes), count("Devices per node", perNode)];
   const card = (item) =>
-    element("label", { class: "device-card" }, element("input", { type: "radio", name: "device", value: item.name, checked: item.name === device }), element("strong", {}, item.name), element("span", {}, deviceFacts(item)), element("small", {}, `${item.intra_node}, ${item.inter_node}`));
+    element(
+      "label",
+      { class: "device-card" },
+      element("input", { type: "radio", name: "device", value: item.name, checked: item.name === device }),
+      element("strong", {}, item.name),
+      element("span", {}, deviceFacts(item)),
+      element("small", {}, `${item.intra_node}, ${item.inter_node}`),
+    );
   const list = element("div", { class: "device-cards", role: "radiogroup", "aria-label": "Device" }, devices.map(card));
   const number = (label) => Number(label.querySelector("input").value);
   const isCount = (label) => Number.isInteger(number(label)) && number(label) >= 1;
@@ -45,17 +61,37 @@ function cards(devices, { nodes, perNode, device }, chosen) {
     node: element("div", {}, element("div", { class: "counts" }, nodesLabel, perNodeLabel), list),
     chosen,
     read: () => `${number(nodesLabel)}x${number(perNodeLabel)}x${picked()}`,
-    fault: () => (!picked() ? "Choose a device." : isCount(nodesLabel) && isCount(perNodeLabel) ? "" : "Nodes and devices per node are whole numbers of at least 1."),
+    fault: () =>
+      !picked()
+        ? "Choose a device."
+        : isCount(nodesLabel) && isCount(perNodeLabel)
+          ? ""
+          : "Nodes and devices per node are whole numbers of at least 1.",
   };
 }
 
 function written(value, chosen) {
   const text = value == null ? "" : typeof value === "string" ? value : JSON.stringify(value, null, 2);
-  const node = element("textarea", { rows: 4, spellcheck: "false", "aria-label": "Cluster", placeholder: "2x8xh100-sxm-80gb + 2x8xa100-sxm-80gb, or an object as JSON" }, text);
+  const node = element(
+    "textarea",
+    {
+      rows: 4,
+      spellcheck: "false",
+      "aria-label": "Cluster",
+      placeholder: "2x8xh100-sxm-80gb + 2x8xa100-sxm-80gb, or an object as JSON",
+    },
+    text,
+  );
   const isObject = () => node.value.trim().startsWith("{");
   const fault = () => {
     if (!node.value.trim()) return "Write the cluster, such as 4x8xh100-sxm-80gb.";
     return isObject() && !parsed(node.value) ? "This is no JSON object." : "";
   };
-  return { title: "Written out", node, chosen, read: () => (isObject() ? parsed(node.value) : node.value.trim()), fault };
+  return {
+    title: "Written out",
+    node,
+    chosen,
+    read: () => (isObject() ? parsed(node.value) : node.value.trim()),
+    fault,
+  };
 }

@@ -13,7 +13,11 @@ export async function devicesPage({ api }) {
       "div",
       {},
       element("h1", {}, "Devices"),
-      element("p", { class: "quiet" }, "A cluster is NODESxDEVICESxNAME, such as 4x8xh100-sxm-80gb. Rates are peaks; the cost model applies measured efficiencies."),
+      element(
+        "p",
+        { class: "quiet" },
+        "A cluster is NODESxDEVICESxNAME, such as 4x8xh100-sxm-80gb. Rates are peaks; the cost model applies measured efficiencies.",
+      ),
       element("div", { class: "cards devices-page" }, devices.map(deviceCard)),
       deviceTable(devices),
     ),
@@ -35,7 +39,11 @@ function deviceCard(device) {
       fact("Inside a node", device.intra_node),
       fact("Between nodes", device.inter_node),
     ),
-    element("a", { class: "button quiet", href: `/?cluster=1x8x${encodeURIComponent(device.name)}` }, "Plan on 8 of them"),
+    element(
+      "a",
+      { class: "button quiet", href: `/?cluster=1x8x${encodeURIComponent(device.name)}` },
+      "Plan on 8 of them",
+    ),
   );
 }
 
@@ -45,8 +53,18 @@ function deviceTable(devices) {
     { title: "Device", value: (row) => row.name },
     { title: "Kind", value: (row) => row.kind },
     { title: "Memory", value: (row) => row.memory_bytes, text: bytes, number: true },
-    { title: "Bandwidth", value: (row) => row.memory_bandwidth_bytes_per_s, text: (value) => `${bytes(value)}/s`, number: true },
-    ...dtypes.map((dtype) => ({ title: dtype, value: (row) => row.peak_flops[dtype] ?? null, text: (value) => flops(value, "FLOP/s"), number: true })),
+    {
+      title: "Bandwidth",
+      value: (row) => row.memory_bandwidth_bytes_per_s,
+      text: (value) => `${bytes(value)}/s`,
+      number: true,
+    },
+    ...dtypes.map((dtype) => ({
+      title: dtype,
+      value: (row) => row.peak_flops[dtype] ?? null,
+      text: (value) => flops(value, "FLOP/s"),
+      number: true,
+    })),
     { title: "Inside a node", value: (row) => row.intra_node },
     { title: "Between nodes", value: (row) => row.inter_node },
   ];

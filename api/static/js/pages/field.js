@@ -27,7 +27,15 @@ export function field(spec, value, prefix) {
   const label = spec.type === "checks" ? null : element("label", { for: id }, spec.label);
   return {
     name: spec.name,
-    node: element("div", { class: `field field-${spec.type}${spec.wide ? " wide" : ""}` }, label, control.node, control.extra, hint, error),
+    node: element(
+      "div",
+      { class: `field field-${spec.type}${spec.wide ? " wide" : ""}` },
+      label,
+      control.node,
+      control.extra,
+      hint,
+      error,
+    ),
     read: control.read,
     fault,
     mark,
@@ -35,10 +43,24 @@ export function field(spec, value, prefix) {
   };
 }
 
-const CONTROLS = { integer: numberControl, number: numberControl, text: textControl, choice, lines, checks, switch: switchControl };
+const CONTROLS = {
+  integer: numberControl,
+  number: numberControl,
+  text: textControl,
+  choice,
+  lines,
+  checks,
+  switch: switchControl,
+};
 
 function numberControl(spec, value, id) {
-  const node = element("input", { id, type: "text", inputmode: spec.type === "integer" ? "numeric" : "decimal", autocomplete: "off", value });
+  const node = element("input", {
+    id,
+    type: "text",
+    inputmode: spec.type === "integer" ? "numeric" : "decimal",
+    autocomplete: "off",
+    value,
+  });
   const number = () => Number(node.value.replaceAll(/[, _]/g, ""));
   const read = () => (node.value.trim() === "" || number() === spec.standard ? undefined : number());
   return { node, read, fault: () => (node.value.trim() === "" ? "" : numberFault(spec, number())) };
@@ -54,27 +76,55 @@ function numberFault({ type, min, max, above }, number) {
 }
 
 function textControl(spec, value, id) {
-  const node = element("input", { id, type: "text", autocomplete: "off", spellcheck: "false", value, list: spec.suggestions ? `${id}-list` : null });
-  const extra = spec.suggestions ? element("datalist", { id: `${id}-list` }, spec.suggestions.map((text) => element("option", { value: text }))) : null;
+  const node = element("input", {
+    id,
+    type: "text",
+    autocomplete: "off",
+    spellcheck: "false",
+    value,
+    list: spec.suggestions ? `${id}-list` : null,
+  });
+  const extra = spec.suggestions
+    ? element(
+        "datalist",
+        { id: `${id}-list` },
+        spec.suggestions.map((text) => element("option", { value: text })),
+      )
+    : null;
   const fault = () => (spec.pattern && node.value.trim() && !spec.pattern.test(node.value.trim()) ? spec.wrong : "");
   return { node, extra, read: () => node.value.trim() || undefined, fault };
 }
 
 function choice(spec, value, id) {
   const options = spec.options.includes(value) ? spec.options : [value, ...spec.options];
-  const node = element("select", { id }, options.map((text) => element("option", { value: text, selected: text === value }, text)));
+  const node = element(
+    "select",
+    { id },
+    options.map((text) => element("option", { value: text, selected: text === value }, text)),
+  );
   return { node, read: () => (node.value === spec.standard ? undefined : node.value) };
 }
 
 function lines(spec, value, id) {
   const node = element("textarea", { id, rows: 3, spellcheck: "false" }, (value ?? []).join("\n"));
-  const read = () => node.value.split("\n").map((line) => line.trim()).filter(Boolean);
+  const read = () =>
+    node.value
+      .split("\n")
+      .map((line) => line.trim())
+      .filter(Boolean);
   return { node, read: () => (read().length ? read() : undefined) };
 }
 
 function checks(spec, value, id) {
-  const boxes = spec.options.map((text) => element("input", { type: "checkbox", value: text, checked: (value ?? []).includes(text) }));
-  const node = element("fieldset", { id }, element("legend", {}, spec.label), boxes.map((box) => element("label", {}, box, ` ${box.value}`)));
+  const boxes = spec.options.map((text) =>
+    element("input", { type: "checkbox", value: text, checked: (value ?? []).includes(text) }),
+  );
+  const node = element(
+    "fieldset",
+    { id },
+    element("legend", {}, spec.label),
+    boxes.map((box) => element("label", {}, box, ` ${box.value}`)),
+  );
   const read = () => boxes.filter((box) => box.checked).map((box) => box.value);
   return { node, read: () => (read().length ? read() : undefined) };
 }

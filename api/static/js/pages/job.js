@@ -37,14 +37,20 @@ function wholeRequest(id, request) {
 function failurePage(job) {
   const error = job.error ?? { title: job.status === "cancelled" ? "The job was cancelled" : "The job failed" };
   const again = element("a", { class: "button primary", href: `/?from=${job.id}` }, "Change and try again");
-  return { title: error.title, node: element("div", {}, element("h1", {}, "No plan"), problemBox(error, again), figures(error)) };
+  return {
+    title: error.title,
+    node: element("div", {}, element("h1", {}, "No plan"), problemBox(error, again), figures(error)),
+  };
 }
 
 /** Returns the figures that an error carries, such as the least memory that a plan needs. */
 function figures(error) {
-  const shown = Object.entries(error).filter(([name, value]) => !["type", "title", "detail", "what_to_do", "status", "errors"].includes(name) && value != null);
+  const shown = Object.entries(error).filter(
+    ([name, value]) => !["type", "title", "detail", "what_to_do", "status", "errors"].includes(name) && value != null,
+  );
   if (!shown.length) return null;
-  const fact = ([name, value]) => element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, figureText(name, value)));
+  const fact = ([name, value]) =>
+    element("div", {}, element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, figureText(name, value)));
   return pageCard("Figures", element("dl", { class: "facts" }, shown.map(fact)));
 }
 
@@ -64,8 +70,15 @@ function formLink(id, { mesh, pins = [] }) {
 function downloads(api, job) {
   const problems = element("span", { class: "error", role: "status" });
   const button = (name, text) => {
-    const save = () => text().catch((error) => { problems.textContent = error.message; });
-    return element("button", { type: "button", class: "quiet", "aria-label": `Download ${name}`, on: { click: save } }, name);
+    const save = () =>
+      text().catch((error) => {
+        problems.textContent = error.message;
+      });
+    return element(
+      "button",
+      { type: "button", class: "quiet", "aria-label": `Download ${name}`, on: { click: save } },
+      name,
+    );
   };
   const file = (path, name, type) => async () => saveText(await api.file(`/v1/plans/${job.id}/${path}`), name, type);
   return [

@@ -15,13 +15,43 @@ import { problemBox } from "shardplan/pages/problem_box.js";
  * @param {function(Object): Promise} send submits the request
  */
 export function planForm(catalogue, request, send) {
-  const [job, limits, advanced] = [JOB_FIELDS, LIMIT_FIELDS, ADVANCED_FIELDS].map((specs) => specs.map((spec) => field(spec, request[spec.name], "plan")));
-  const [model, cluster] = [modelInput(catalogue.models, request.model), clusterInput(catalogue.devices, request.cluster)];
-  const more = details("Advanced", element("div", { class: "fields" }, advanced.map((item) => item.node)));
+  const [job, limits, advanced] = [JOB_FIELDS, LIMIT_FIELDS, ADVANCED_FIELDS].map((specs) =>
+    specs.map((spec) => field(spec, request[spec.name], "plan")),
+  );
+  const [model, cluster] = [
+    modelInput(catalogue.models, request.model),
+    clusterInput(catalogue.devices, request.cluster),
+  ];
+  const more = details(
+    "Advanced",
+    element(
+      "div",
+      { class: "fields" },
+      advanced.map((item) => item.node),
+    ),
+  );
   more.open = ADVANCED_FIELDS.some(({ name, standard }) => isSet(request[name]) && request[name] !== standard);
-  const nodes = [model.node, cluster.node, element("div", { class: "fields" }, [...job, ...limits].map((item) => item.node)), more];
-  const kept = Object.fromEntries(Object.entries(request).filter(([name]) => ![model, cluster, ...job, ...limits, ...advanced].some((item) => item.name === name)));
-  return checkedForm({ fields: [model, cluster, ...job, ...limits, ...advanced], nodes, button: "Plan", send: (values) => send({ ...kept, ...values }) });
+  const nodes = [
+    model.node,
+    cluster.node,
+    element(
+      "div",
+      { class: "fields" },
+      [...job, ...limits].map((item) => item.node),
+    ),
+    more,
+  ];
+  const kept = Object.fromEntries(
+    Object.entries(request).filter(
+      ([name]) => ![model, cluster, ...job, ...limits, ...advanced].some((item) => item.name === name),
+    ),
+  );
+  return checkedForm({
+    fields: [model, cluster, ...job, ...limits, ...advanced],
+    nodes,
+    button: "Plan",
+    send: (values) => send({ ...kept, ...values }),
+  });
 }
 
 /**
@@ -46,13 +76,20 @@ export function checkedForm({ fields, nodes, button, send }) {
       const values = fields.map((item) => [item.name, item.read()]).filter(([, value]) => value !== undefined);
       await send(Object.fromEntries(values));
     } catch (error) {
-      if (!(error instanceof Problem && showFaults(fields, error.fields()))) problems.replaceChildren(problemBox(error));
+      if (!(error instanceof Problem && showFaults(fields, error.fields())))
+        problems.replaceChildren(problemBox(error));
     } finally {
       submit.disabled = false;
     }
   }
 
-  return element("form", { class: "plan-form", novalidate: true, on: { submit: submitted } }, nodes, problems, element("p", { class: "submit" }, submit));
+  return element(
+    "form",
+    { class: "plan-form", novalidate: true, on: { submit: submitted } },
+    nodes,
+    problems,
+    element("p", { class: "submit" }, submit),
+  );
 }
 
 /** Marks the fields at fault, focuses the first one, and returns whether every fault belongs to a field. */

@@ -14,7 +14,13 @@ export async function progressPage({ api, navigate }, id) {
   const stopped = new AbortController();
   const summary = await summaryOf(api, id);
   const started = summary?.started_at ?? summary?.queued_at ?? Date.now() / 1000;
-  const parts = { stage: element("p", { class: "stage", role: "status" }), meter: element("progress", { "aria-label": "Meshes done" }), count: element("span", {}), facts: element("dl", { class: "facts" }), problems: element("div", {}) };
+  const parts = {
+    stage: element("p", { class: "stage", role: "status" }),
+    meter: element("progress", { "aria-label": "Meshes done" }),
+    count: element("span", {}),
+    facts: element("dl", { class: "facts" }),
+    problems: element("div", {}),
+  };
   const lines = closingLines(seen);
   const clock = setInterval(() => drawFacts(parts, seen, started), 1000);
   let drawing = null;
@@ -41,7 +47,11 @@ export async function progressPage({ api, navigate }, id) {
   }
 
   const cancel = () => api.cancel(id).catch((error) => parts.problems.replaceChildren(problemBox(error)));
-  const stop = () => { stopped.abort(); clearInterval(clock); clearTimeout(drawing); };
+  const stop = () => {
+    stopped.abort();
+    clearInterval(clock);
+    clearTimeout(drawing);
+  };
   draw();
   follow();
   return { title: "Planning", node: page(summary, parts, lines, cancel), stop };
@@ -53,7 +63,18 @@ function page(summary, parts, lines, cancel) {
     {},
     element("h1", {}, "Planning"),
     element("p", { class: "quiet" }, summary?.label ?? ""),
-    element("section", { class: "card progress" }, parts.stage, element("p", { class: "meter" }, parts.meter, parts.count), parts.facts, element("p", { class: "actions" }, element("button", { type: "button", on: { click: cancel } }, "Cancel the job"))),
+    element(
+      "section",
+      { class: "card progress" },
+      parts.stage,
+      element("p", { class: "meter" }, parts.meter, parts.count),
+      parts.facts,
+      element(
+        "p",
+        { class: "actions" },
+        element("button", { type: "button", on: { click: cancel } }, "Cancel the job"),
+      ),
+    ),
     parts.problems,
     pageCard("Incumbent and lower bound", lines.node),
   );
@@ -68,7 +89,12 @@ function note(seen, event) {
     if (event[name] != null) seen.latest[name] = event[name];
   }
   if (event.step_time_s != null || event.bound_s != null) {
-    seen.points.push({ number: seen.points.length + 1, stage: event.stage, incumbent: seen.latest.step_time_s ?? null, bound: seen.latest.bound_s ?? null });
+    seen.points.push({
+      number: seen.points.length + 1,
+      stage: event.stage,
+      incumbent: seen.latest.step_time_s ?? null,
+      bound: seen.latest.bound_s ?? null,
+    });
   }
 }
 
@@ -88,23 +114,46 @@ function drawFacts({ facts }, { latest }, started) {
     ["Nodes expanded", whole(latest.tasks_done)],
     ["Nodes open", whole(latest.nodes_open)],
   ];
-  facts.replaceChildren(...rows.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))));
+  facts.replaceChildren(
+    ...rows.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))),
+  );
 }
 
 function closingLines(seen) {
   let instance = null;
-  const line = (name, key) => ({ name, type: "line", step: "end", symbol: "none", lineStyle: { width: 2, type: key === "bound" ? "dashed" : "solid" }, data: seen.points.map((point) => [point.number, point[key]]) });
+  const line = (name, key) => ({
+    name,
+    type: "line",
+    step: "end",
+    symbol: "none",
+    lineStyle: { width: 2, type: key === "bound" ? "dashed" : "solid" },
+    data: seen.points.map((point) => [point.number, point[key]]),
+  });
   const series = () => [line("incumbent", "incumbent"), line("lower bound", "bound")];
   const option = ({ colour }) => ({
     color: [colour("--accent"), colour("--text-quiet")],
     legend: { top: 0, textStyle: { color: colour("--text") } },
     grid: { left: 64, right: 16, top: 32, bottom: 40 },
-    tooltip: { trigger: "axis", valueFormatter: seconds, backgroundColor: colour("--surface"), textStyle: { color: colour("--text") } },
-    xAxis: axisLook(colour, { type: "value", name: "event of the search", nameLocation: "middle", nameGap: 26, minInterval: 1, min: 1, max: ({ max }) => Math.max(2, max) }),
+    tooltip: {
+      trigger: "axis",
+      valueFormatter: seconds,
+      backgroundColor: colour("--surface"),
+      textStyle: { color: colour("--text") },
+    },
+    xAxis: axisLook(colour, {
+      type: "value",
+      name: "event of the search",
+      nameLocation: "middle",
+      nameGap: 26,
+      minInterval: 1,
+      min: 1,
+      max: ({ max }) => Math.max(2, max),
+    }),
     yAxis: axisLook(colour, { type: "value", scale: true, axisLabel: { formatter: seconds } }),
     series: series(),
   });
-  const label = "Step time of the incumbent and the lower bound by event of the search; the table below has the numbers";
+  const label =
+    "Step time of the incumbent and the lower bound by event of the search; the table below has the numbers";
   const columns = [
     { title: "Event", value: (row) => row.number, number: true },
     { title: "Stage", value: (row) => row.stage },
@@ -112,11 +161,24 @@ function closingLines(seen) {
     { title: "Lower bound", value: (row) => row.bound, text: seconds, number: true },
   ];
   const rows = element("div", {});
-  const fill = () => rows.replaceChildren(table({ title: "Events of the search", columns, rows: [...seen.points], empty: "None yet." }));
+  const fill = () =>
+    rows.replaceChildren(table({ title: "Events of the search", columns, rows: [...seen.points], empty: "None yet." }));
   const list = details("Table", rows);
   list.addEventListener("toggle", fill);
   return {
-    node: element("div", {}, chart({ label, height: 260, option, onReady: (ready) => { instance = ready; } }), list),
+    node: element(
+      "div",
+      {},
+      chart({
+        label,
+        height: 260,
+        option,
+        onReady: (ready) => {
+          instance = ready;
+        },
+      }),
+      list,
+    ),
     draw() {
       instance?.setOption({ series: series() });
       if (list.open) fill();

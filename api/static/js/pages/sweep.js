@@ -25,9 +25,15 @@ function draw(view, { api, state, job }) {
     }
   };
   const [kind, points] = pointsOf(state.get("sweep"));
-  const buttons = Object.entries(KINDS).map(([name, title]) => element("button", { type: "button", class: name === kind ? "primary" : null, on: { click: run(name) } }, title));
+  const buttons = Object.entries(KINDS).map(([name, title]) =>
+    element("button", { type: "button", class: name === kind ? "primary" : null, on: { click: run(name) } }, title),
+  );
   const count = { nodes: requestsOfSweep("nodes", view).length, caps: requestsOfSweep("caps", view).length };
-  const about = element("p", {}, `Plans this job again on half, once, twice and four times the nodes (${count.nodes} jobs), or under 100, 85, 70, 55 and 40 % of the device's memory (${count.caps} jobs). All are ordinary jobs of this server.`);
+  const about = element(
+    "p",
+    {},
+    `Plans this job again on half, once, twice and four times the nodes (${count.nodes} jobs), or under 100, 85, 70, 55 and 40 % of the device's memory (${count.caps} jobs). All are ordinary jobs of this server.`,
+  );
   const result = element("div", {});
   if (points.length) followSweep(kind, points, { api, result, own: job.id });
   return [about, element("p", { class: "actions no-print" }, buttons), problems, result];
@@ -40,7 +46,13 @@ function pointsOf(text) {
 
 /** Follows the jobs of a sweep, and draws what is known of them whenever one ends. */
 function followSweep(kind, points, { api, result, own }) {
-  const price = element("input", { type: "text", inputmode: "decimal", size: 6, autocomplete: "off", on: { input: show } });
+  const price = element("input", {
+    type: "text",
+    inputmode: "decimal",
+    size: 6,
+    autocomplete: "off",
+    on: { input: show },
+  });
   const priced = element("label", { class: "inline" }, "Price of a device, $ per hour ", price);
   const body = element("div", {});
   const ended = new AbortController();
@@ -50,11 +62,24 @@ function followSweep(kind, points, { api, result, own }) {
   function show() {
     const perHour = Number(price.value) > 0 ? Number(price.value) : null;
     for (const row of rows) row.price = perHour && row.step_s ? (row.step_s * row.devices * perHour) / 3600 : null;
-    body.replaceChildren(card(KINDS[kind], sweepChart(kind, rows.filter((row) => row.step_s))), sweepTable(kind, rows));
+    body.replaceChildren(
+      card(
+        KINDS[kind],
+        sweepChart(
+          kind,
+          rows.filter((row) => row.step_s),
+        ),
+      ),
+      sweepTable(kind, rows),
+    );
   }
 
   async function follow(row) {
-    const signal = { get aborted() { return ended.signal.aborted || !result.isConnected; } };
+    const signal = {
+      get aborted() {
+        return ended.signal.aborted || !result.isConnected;
+      },
+    };
     await new Promise((resolve) => setTimeout(resolve, 0)); // until the view is in the page
     const answer = await api.ended(row.id, signal);
     Object.assign(row, figuresOf(answer));
@@ -73,14 +98,29 @@ function figuresOf({ status, plan, error }) {
   const devices = plan.mesh.shape.reduce((product, size) => product * size, 1);
   const { step_time_s: step, peak_memory_bytes: peak } = plan.estimate;
   const tokens = plan.job.batch * (plan.job.phase === "decode" ? 1 : plan.job.seq);
-  return { status, devices, step_s: step, peak_bytes: peak, cap_bytes: plan.job.memory_bytes, rate: tokens / step / devices, mesh: plan.mesh.names.map((name, index) => `${name}=${plan.mesh.shape[index]}`).join(",") };
+  return {
+    status,
+    devices,
+    step_s: step,
+    peak_bytes: peak,
+    cap_bytes: plan.job.memory_bytes,
+    rate: tokens / step / devices,
+    mesh: plan.mesh.names.map((name, index) => `${name}=${plan.mesh.shape[index]}`).join(","),
+  };
 }
 
 function sweepTable(kind, rows) {
-  const first = kind === "nodes" ? { title: "Nodes, times this plan's", value: (row) => row.key, text: String, number: true } : { title: "Cap, % of memory", value: (row) => row.key, text: whole, number: true };
+  const first =
+    kind === "nodes"
+      ? { title: "Nodes, times this plan's", value: (row) => row.key, text: String, number: true }
+      : { title: "Cap, % of memory", value: (row) => row.key, text: whole, number: true };
   const columns = [
     first,
-    { title: "Plan", value: (row) => row.mesh ?? row.status, text: (text, row) => element("a", { href: `/plans/${row.id}` }, row.own ? `${text} (this plan)` : text) },
+    {
+      title: "Plan",
+      value: (row) => row.mesh ?? row.status,
+      text: (text, row) => element("a", { href: `/plans/${row.id}` }, row.own ? `${text} (this plan)` : text),
+    },
     { title: "Devices", value: (row) => row.devices, text: whole, number: true },
     { title: "Step", value: (row) => row.step_s, text: seconds, number: true },
     { title: "Tokens/s per device", value: (row) => row.rate, text: significant, number: true },

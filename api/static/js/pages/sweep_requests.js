@@ -18,12 +18,18 @@ export function requestsOfSweep(kind, { request, cluster }) {
 function onOtherNodes({ mesh, micro_batches, ...request }) {
   const scaled = (factor) => ({ key: factor, cluster: withNodes(request.cluster, factor) });
   const points = NODE_FACTORS.map(scaled).filter((point) => point.cluster !== null);
-  return points.map(({ key, cluster }) => ({ key, request: { ...(key === 1 ? { mesh, micro_batches } : {}), ...request, cluster } }));
+  return points.map(({ key, cluster }) => ({
+    key,
+    request: { ...(key === 1 ? { mesh, micro_batches } : {}), ...request, cluster },
+  }));
 }
 
 function underCaps(request, cluster) {
   if (!cluster) return [];
-  return CAP_PERCENTAGES.map((share) => ({ key: share, request: { ...request, memory_gb: Number(((share * cluster.memory_bytes) / 1e11).toPrecision(6)) } }));
+  return CAP_PERCENTAGES.map((share) => ({
+    key: share,
+    request: { ...request, memory_gb: Number(((share * cluster.memory_bytes) / 1e11).toPrecision(6)) },
+  }));
 }
 
 /** Returns the cluster with `factor` times its nodes, null where that is no whole number or its nodes are unlike. */

@@ -26,7 +26,12 @@ export function tokenDialog() {
       why,
       element("label", {}, "Token ", input),
       element("p", { class: "quiet" }, "It is kept in this tab until the tab is closed."),
-      element("p", { class: "actions" }, element("button", { type: "submit", class: "primary" }, "Use it"), element("button", { type: "button", on: { click: close(false) } }, "Cancel")),
+      element(
+        "p",
+        { class: "actions" },
+        element("button", { type: "submit", class: "primary" }, "Use it"),
+        element("button", { type: "button", on: { click: close(false) } }, "Cancel"),
+      ),
     ),
   );
 
@@ -35,7 +40,14 @@ export function tokenDialog() {
       why.textContent = reason;
       input.value = storedToken();
       dialog.returnValue = "";
-      dialog.addEventListener("close", () => { asked = null; resolve(dialog.returnValue === "given"); }, { once: true });
+      dialog.addEventListener(
+        "close",
+        () => {
+          asked = null;
+          resolve(dialog.returnValue === "given");
+        },
+        { once: true },
+      );
       dialog.showModal();
     });
     return asked;
@@ -44,5 +56,9 @@ export function tokenDialog() {
   const change = async () => {
     if (await ask("Requests of this tab are sent with this token; leave it empty to send none.")) location.reload();
   };
-  return { dialog, ask: () => ask(), button: element("button", { type: "button", class: "quiet", on: { click: change } }, "Token") };
+  return {
+    dialog,
+    ask: () => ask(),
+    button: element("button", { type: "button", class: "quiet", on: { click: change } }, "Token"),
+  };
 }

@@ -9,8 +9,20 @@ import { checkedForm } from "shardplan/pages/plan_form.js";
 export const whatIf = { name: "what-if", title: "What if", draw };
 
 const LINKS = [
-  { name: "inter_node", label: "Network between nodes", hint: "GB/s of each card; empty: as it is", type: "number", above: 0 },
-  { name: "intra_node", label: "Link inside a node", hint: "GB/s of each device; empty: as it is", type: "number", above: 0 },
+  {
+    name: "inter_node",
+    label: "Network between nodes",
+    hint: "GB/s of each card; empty: as it is",
+    type: "number",
+    above: 0,
+  },
+  {
+    name: "intra_node",
+    label: "Link inside a node",
+    hint: "GB/s of each device; empty: as it is",
+    type: "number",
+    above: 0,
+  },
 ];
 
 function draw({ request }, { api, navigate, job }) {
@@ -30,7 +42,18 @@ function draw({ request }, { api, navigate, job }) {
   const all = [...fields, ...links];
   return [
     element("p", {}, "Change what you like; the new plan opens beside this one."),
-    checkedForm({ fields: all, nodes: [element("div", { class: "fields" }, all.map((item) => item.node))], button: "Plan again", send }),
+    checkedForm({
+      fields: all,
+      nodes: [
+        element(
+          "div",
+          { class: "fields" },
+          all.map((item) => item.node),
+        ),
+      ],
+      button: "Plan again",
+      send,
+    }),
     element("p", {}, element("a", { href: `/?from=${job.id}` }, "All fields of the job")),
   ];
 }
@@ -45,6 +68,9 @@ function changedCluster(cluster, links) {
   if (!changed.length) return cluster;
   const simple = simpleCluster(cluster);
   const base = simple ? { nodes: simple.nodes, devices_per_node: simple.perNode, device: simple.device } : cluster;
-  const link = ([name, rate]) => [name, { ...(typeof base[name] === "object" ? base[name] : {}), bandwidth_bytes_per_s: rate * 1e9 }];
+  const link = ([name, rate]) => [
+    name,
+    { ...(typeof base[name] === "object" ? base[name] : {}), bandwidth_bytes_per_s: rate * 1e9 },
+  ];
   return { ...base, ...Object.fromEntries(changed.map(link)) };
 }

@@ -21,7 +21,11 @@ export function baselinePlot(view) {
     { title: "Verdict", value: (row) => row.verdict },
   ];
   return [
-    element("ul", { class: "dots" }, rows.map((row) => dotRow(row, most))),
+    element(
+      "ul",
+      { class: "dots" },
+      rows.map((row) => dotRow(row, most)),
+    ),
     element("p", { class: "scale quiet" }, element("span", {}, "0 s"), element("span", {}, seconds(most))),
     details("Table", table({ title: "Fixed strategies", columns, rows: baselines })),
   ];

@@ -14,7 +14,11 @@ function draw(view) {
   const totals = totalsByAxis(rows);
   const all = totals.reduce((sum, total) => sum + total.seconds, 0);
   const roles = axisRoles(view);
-  const parts = totals.map((total) => ({ name: total.axis, amount: total.seconds, variable: axisVariable(roles.get(total.axis)) }));
+  const parts = totals.map((total) => ({
+    name: total.axis,
+    amount: total.seconds,
+    variable: axisVariable(roles.get(total.axis)),
+  }));
   return [
     card("Seconds by axis", stackedBar({ label: "Communication by axis", parts, whole: all, format: seconds })),
     table({

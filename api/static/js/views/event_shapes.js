@@ -54,13 +54,39 @@ export function eventShapes(time, byLane, roles, colour) {
     const y = middle - height / 2;
     const pixel = (at) => origin + (at / time.step_s) * scale;
     const { spans, labels } = visible(byLane[lane], pixel, left, left + room);
-    const blocks = [...spans].map(([kind, own]) => ({ type: "rectangles", silent: true, shape: { y, height, spans: own }, style: look(time.lanes[lane], kind, roles, colour) }));
-    const captions = labels.map(([x, width, label]) => ({ type: "text", silent: true, x: x + 4, y: middle, style: { text: time.labels[label], fill: text, font: "11px system-ui, sans-serif", verticalAlign: "middle", width: width - 8, overflow: "truncate" } }));
+    const blocks = [...spans].map(([kind, own]) => ({
+      type: "rectangles",
+      silent: true,
+      shape: { y, height, spans: own },
+      style: look(time.lanes[lane], kind, roles, colour),
+    }));
+    const captions = labels.map(([x, width, label]) => ({
+      type: "text",
+      silent: true,
+      x: x + 4,
+      y: middle,
+      style: {
+        text: time.labels[label],
+        fill: text,
+        font: "11px system-ui, sans-serif",
+        verticalAlign: "middle",
+        width: width - 8,
+        overflow: "truncate",
+      },
+    }));
     return { type: "group", children: [...blocks, ...captions] };
   }
 
   const data = time.lanes.map((_, lane) => [0, lane, time.step_s]);
-  return { type: "custom", clip: true, silent: true, renderItem: shape, data, encode: { x: [0, 2], y: 1 }, tooltip: { show: false } };
+  return {
+    type: "custom",
+    clip: true,
+    silent: true,
+    renderItem: shape,
+    data,
+    encode: { x: [0, 2], y: 1 },
+    tooltip: { show: false },
+  };
 }
 
 /**

@@ -27,7 +27,9 @@ export function eventTip(time, byLane) {
       node.style.transform = `translate(${Math.min(offsetX + BESIDE, Math.max(0, room))}px, ${offsetY + BESIDE}px)`;
     };
     instance.getZr().on("mousemove", show);
-    instance.getZr().on("globalout", () => { node.hidden = true; });
+    instance.getZr().on("globalout", () => {
+      node.hidden = true;
+    });
   }
 
   function eventAt(instance, point) {
@@ -44,6 +46,12 @@ export function eventTip(time, byLane) {
 }
 
 function eventText(time, [lane, start, duration, label, kind]) {
-  const rows = [["lane", time.lanes[lane].name], ["kind", kind], ["takes", seconds(duration)], ["starts at", seconds(start)], ["ends at", seconds(start + duration)]];
+  const rows = [
+    ["lane", time.lanes[lane].name],
+    ["kind", kind],
+    ["takes", seconds(duration)],
+    ["starts at", seconds(start)],
+    ["ends at", seconds(start + duration)],
+  ];
   return tooltipContent(time.labels[label], rows);
 }

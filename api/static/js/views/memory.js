@@ -14,7 +14,12 @@ function draw({ memory }) {
   const columns = [
     { title: "Role", value: (row) => row.label },
     { title: "Bytes at the peak", value: (row) => row.bytes, text: bytes, number: true },
-    { title: "Share", value: (row) => (memory.peak_bytes ? row.bytes / memory.peak_bytes : null), text: percent, number: true },
+    {
+      title: "Share",
+      value: (row) => (memory.peak_bytes ? row.bytes / memory.peak_bytes : null),
+      text: percent,
+      number: true,
+    },
     { title: "What it is", value: (row) => row.note ?? "" },
   ];
   return [
@@ -31,7 +36,12 @@ export function memoryBar(memory) {
     { name: "cap", amount: memory.cap_bytes, dashed: true },
     { name: "capacity", amount: memory.capacity_bytes, dashed: false },
   ].filter((mark) => mark.amount != null);
-  const parts = (memory.roles ?? []).map((role) => ({ name: role.label, amount: role.bytes, note: role.note, variable: memoryVariable(role.role) }));
+  const parts = (memory.roles ?? []).map((role) => ({
+    name: role.label,
+    amount: role.bytes,
+    note: role.note,
+    variable: memoryVariable(role.role),
+  }));
   const whole = Math.max(memory.peak_bytes, memory.capacity_bytes ?? 0, memory.cap_bytes ?? 0);
   return stackedBar({ label: "Memory at the peak", parts, whole, format: bytes, marks });
 }
@@ -47,7 +57,11 @@ function memoryCourse(memory) {
     series: memoryAreas(memory, colour),
   });
   return [
-    chart({ label: "Memory over one step, by role, as stacked areas; the table below has the numbers", height: 320, option }),
+    chart({
+      label: "Memory over one step, by role, as stacked areas; the table below has the numbers",
+      height: 320,
+      option,
+    }),
     details("Table", courseTable(memory)),
   ];
 }
@@ -79,15 +93,36 @@ export function memoryAreas(memory, colour, more = {}) {
 export function areaTooltip(memory, colour) {
   const tell = (points) => {
     const point = memory.curve[points[0].dataIndex];
-    const rows = courseRoles(memory).reverse().map((role) => [role.label, bytes(point.bytes[role.role] ?? 0), colour(memoryVariable(role.role))]);
+    const rows = courseRoles(memory)
+      .reverse()
+      .map((role) => [role.label, bytes(point.bytes[role.role] ?? 0), colour(memoryVariable(role.role))]);
     return tooltipContent(`${seconds(point.at_s)}, ${point.label}`, [["in all", bytes(sum(point.bytes))], ...rows]);
   };
-  return { trigger: "axis", backgroundColor: colour("--surface"), borderColor: colour("--line-strong"), textStyle: { color: colour("--text"), fontSize: 13 }, confine: true, formatter: tell };
+  return {
+    trigger: "axis",
+    backgroundColor: colour("--surface"),
+    borderColor: colour("--line-strong"),
+    textStyle: { color: colour("--text"), fontSize: 13 },
+    confine: true,
+    formatter: tell,
+  };
 }
 
 function capLine(cap, colour) {
-  const label = { formatter: `cap ${bytes(cap)}`, position: "insideEndTop", color: colour("--text"), backgroundColor: colour("--surface"), padding: 2 };
-  return { silent: true, symbol: "none", lineStyle: { color: colour("--text"), type: "dashed" }, label, data: [{ yAxis: cap }] };
+  const label = {
+    formatter: `cap ${bytes(cap)}`,
+    position: "insideEndTop",
+    color: colour("--text"),
+    backgroundColor: colour("--surface"),
+    padding: 2,
+  };
+  return {
+    silent: true,
+    symbol: "none",
+    lineStyle: { color: colour("--text"), type: "dashed" },
+    label,
+    data: [{ yAxis: cap }],
+  };
 }
 
 function courseTable(memory) {
@@ -95,7 +130,12 @@ function courseTable(memory) {
     { title: "At", value: (row) => row.at_s, text: seconds, number: true },
     { title: "When", value: (row) => row.label },
     { title: "In all", value: (row) => sum(row.bytes), text: bytes, number: true },
-    ...courseRoles(memory).map((role) => ({ title: role.label, value: (row) => row.bytes[role.role] ?? 0, text: bytes, number: true })),
+    ...courseRoles(memory).map((role) => ({
+      title: role.label,
+      value: (row) => row.bytes[role.role] ?? 0,
+      text: bytes,
+      number: true,
+    })),
   ];
   return table({ title: "Memory over the step", columns, rows: memory.curve, limit: 50 });
 }
@@ -111,7 +151,9 @@ function courseRoles({ roles = [], curve }) {
     }
   }
   const spread = ([, [least, most]]) => most - least;
-  const steadyFirst = [...extremes].filter(([, [, most]]) => most > 0).sort((one, other) => spread(one) - spread(other));
+  const steadyFirst = [...extremes]
+    .filter(([, [, most]]) => most > 0)
+    .sort((one, other) => spread(one) - spread(other));
   return steadyFirst.map(([role]) => ({ role, label: labels.get(role) ?? role.replaceAll("_", " ") }));
 }
 

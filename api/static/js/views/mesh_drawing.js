@@ -21,13 +21,24 @@ export function meshDrawing(view) {
   const boxes = Array.from({ length: Math.min(nodes, NODES_DRAWN) }, (_, node) => {
     const first = node * perNode;
     const drawn = Math.min(perNode, total - first, DEVICES_DRAWN);
-    const own = Array.from({ length: drawn }, (_, device) => square(first + device, axes, told, `node ${node}, device ${device}`));
+    const own = Array.from({ length: drawn }, (_, device) =>
+      square(first + device, axes, told, `node ${node}, device ${device}`),
+    );
     squares.push(...own);
     const more = Math.min(perNode, total - first) - drawn;
-    return element("div", { class: "node" }, element("span", { class: "quiet" }, `Node ${node}`), element("div", { class: "devices" }, own), more > 0 ? element("span", { class: "quiet" }, `and ${more} more devices`) : null);
+    return element(
+      "div",
+      { class: "node" },
+      element("span", { class: "quiet" }, `Node ${node}`),
+      element("div", { class: "devices" }, own),
+      more > 0 ? element("span", { class: "quiet" }, `and ${more} more devices`) : null,
+    );
   });
   roveFocus(squares);
-  const folded = nodes > NODES_DRAWN ? element("p", { class: "quiet" }, `and ${whole(nodes - NODES_DRAWN)} more nodes, laid out alike`) : null;
+  const folded =
+    nodes > NODES_DRAWN
+      ? element("p", { class: "quiet" }, `and ${whole(nodes - NODES_DRAWN)} more nodes, laid out alike`)
+      : null;
   return [
     element("div", { class: "mesh", role: "group", "aria-label": "Devices of the mesh" }, boxes),
     folded,
@@ -40,15 +51,38 @@ export function meshDrawing(view) {
 function square(rank, axes, told, place) {
   const at = coordinates(rank, axes);
   const text = `Rank ${rank}: ${place}; ${axes.map((axis, index) => `${axis.name} ${at[index]} of ${axis.size}`).join(", ")}`;
-  const tell = () => { told.textContent = text; };
+  const tell = () => {
+    told.textContent = text;
+  };
   const track = (axis, index) =>
-    element("i", {}, element("i", { style: { left: `${(100 * at[index]) / axis.size}%`, width: `${100 / axis.size}%`, background: css(axisVariable(axis.role)) } }));
-  return element("span", { class: "device", role: "img", "aria-label": text, on: { mouseenter: tell, focus: tell } }, element("b", {}, rank), axes.map(track));
+    element(
+      "i",
+      {},
+      element("i", {
+        style: {
+          left: `${(100 * at[index]) / axis.size}%`,
+          width: `${100 / axis.size}%`,
+          background: css(axisVariable(axis.role)),
+        },
+      }),
+    );
+  return element(
+    "span",
+    { class: "device", role: "img", "aria-label": text, on: { mouseenter: tell, focus: tell } },
+    element("b", {}, rank),
+    axes.map(track),
+  );
 }
 
 function axisList(axes) {
   const entry = (axis) =>
-    element("li", {}, element("span", { class: "mark", style: { background: css(axisVariable(axis.role)) } }), element("b", {}, `${axis.name}=${axis.size}`), element("span", {}, axis.does));
+    element(
+      "li",
+      {},
+      element("span", { class: "mark", style: { background: css(axisVariable(axis.role)) } }),
+      element("b", {}, `${axis.name}=${axis.size}`),
+      element("span", {}, axis.does),
+    );
   return element("ul", { class: "legend stacked-legend" }, axes.map(entry));
 }
 

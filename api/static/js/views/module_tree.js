@@ -1,5 +1,10 @@
 /** The tree of modules that parameter names span. */
 
+/** Returns the parts of an FQN or a pattern of FQNs; dots inside braces, as in `layers.{0...3}`, part nothing. */
+export function nameParts(name) {
+  return name.match(/(?:\{[^}]*\}|[^.])+/g) ?? [];
+}
+
 /**
  * Returns the root of the tree of `parameters`. A node has `name` (its own part of the FQN), `path`, `children`,
  * `bytes` of all parameters in it on one device, `count` of equal modules, and `parameter` where it is a leaf. A module
@@ -9,7 +14,7 @@ export function moduleTree(parameters) {
   const root = { name: "", path: "", children: new Map(), parameter: null };
   for (const parameter of parameters) {
     let node = root;
-    for (const part of parameter.name.split(".")) {
+    for (const part of nameParts(parameter.name)) {
       const path = node.path ? `${node.path}.${part}` : part;
       if (!node.children.has(part)) node.children.set(part, { name: part, path, children: new Map(), parameter: null });
       node = node.children.get(part);
@@ -21,7 +26,10 @@ export function moduleTree(parameters) {
 
 /** Returns the nodes below `node` in order, each as `{node, level}`; `open(node)` tells whether to go on below it. */
 export function flattened(node, open, level = 0) {
-  return node.children.flatMap((child) => [{ node: child, level }, ...(open(child) ? flattened(child, open, level + 1) : [])]);
+  return node.children.flatMap((child) => [
+    { node: child, level },
+    ...(open(child) ? flattened(child, open, level + 1) : []),
+  ]);
 }
 
 /** Returns the tree with the parameters that `keep` accepts, null where there is none. */

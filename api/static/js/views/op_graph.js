@@ -4,6 +4,7 @@ import dagre from "dagre";
 import { element, hiddenText, roveFocus, svg } from "shardplan/dom.js";
 import { flops, placements, seconds } from "shardplan/format.js";
 import { scrollRegion } from "shardplan/table.js";
+import { nameParts } from "shardplan/views/module_tree.js";
 
 const BOX = { width: 168, height: 44 };
 const LETTERS = 22;
@@ -17,12 +18,34 @@ const MARGIN = 12;
 export function opGraph(ops, redistributions) {
   const graph = laidOut(ops, redistributions);
   const { left, top, width, height } = extent(graph);
-  const told = element("p", { class: "quiet", role: "status" }, "Hover over or focus an op to read its figures; the arrow keys move between ops.");
+  const told = element(
+    "p",
+    { class: "quiet", role: "status" },
+    "Hover over or focus an op to read its figures; the arrow keys move between ops.",
+  );
   const boxes = ops.map((op) => box(op, graph.node(String(op.index)), told));
   roveFocus(boxes);
   const edges = graph.edges().map((edge) => edgeShape(graph.edge(edge), told));
-  const drawing = svg("svg", { class: "graph", width, height, viewBox: `${left} ${top} ${width} ${height}`, role: "group", "aria-label": "Graph of ops" }, arrowHeads(), edges, boxes);
-  const key = element("p", { class: "quiet" }, hiddenText("Key: "), "A thick edge is a redistribution, with the seconds of all its calls in a step.");
+  const drawing = svg(
+    "svg",
+    {
+      class: "graph",
+      width,
+      height,
+      viewBox: `${left} ${top} ${width} ${height}`,
+      role: "group",
+      "aria-label": "Graph of ops",
+    },
+    arrowHeads(),
+    edges,
+    boxes,
+  );
+  const key = element(
+    "p",
+    { class: "quiet" },
+    hiddenText("Key: "),
+    "A thick edge is a redistribution, with the seconds of all its calls in a step.",
+  );
   return [key, scrollRegion("Graph of ops", drawing), told];
 }
 
@@ -38,11 +61,17 @@ function laidOut(ops, redistributions) {
     priced.add(`${item.producer} ${item.consumer}`);
     const from = inSection.has(item.producer) ? String(item.producer) : inputNode(graph, item, number);
     const text = `${placements(item.from)} \u2192 ${placements(item.to)}, ${seconds(item.seconds)}`;
-    graph.setEdge(from, String(item.consumer), { item, text, width: text.length * 6.4 + 10, height: 18, labelpos: "c" }, `redistribution ${number}`);
+    graph.setEdge(
+      from,
+      String(item.consumer),
+      { item, text, width: text.length * 6.4 + 10, height: 18, labelpos: "c" },
+      `redistribution ${number}`,
+    );
   });
   for (const op of ops) {
     for (const input of op.inputs ?? []) {
-      if (inSection.has(input) && !priced.has(`${input} ${op.index}`)) graph.setEdge(String(input), String(op.index), {}, "plain");
+      if (inSection.has(input) && !priced.has(`${input} ${op.index}`))
+        graph.setEdge(String(input), String(op.index), {}, "plain");
     }
   }
   dagre.layout(graph);
@@ -68,13 +97,26 @@ function inputNode(graph, item, number) {
 }
 
 function box(op, { x, y }, told) {
-  const figures = [`${op.calls} calls`, op.flops ? flops(op.flops) : null, `forward ${seconds(op.forward_s)}`, op.backward_s ? `backward ${seconds(op.backward_s)}` : null];
+  const figures = [
+    `${op.calls} calls`,
+    op.flops ? `${flops(op.flops)} a call` : null,
+    `forward ${seconds(op.forward_s)}`,
+    op.backward_s ? `backward ${seconds(op.backward_s)}` : null,
+  ];
   const text = `${op.op} of ${op.module || "the model"}: ${figures.filter(Boolean).join(", ")}`;
-  const tell = () => { told.textContent = text; };
+  const tell = () => {
+    told.textContent = text;
+  };
   const line = (content, top, kind) => svg("text", { x: 0, y: top, class: kind }, content);
   return svg(
     "g",
-    { class: op.flops ? "op heavy" : "op", role: "img", "aria-label": text, transform: `translate(${x} ${y})`, on: { mouseenter: tell, focus: tell } },
+    {
+      class: op.flops ? "op heavy" : "op",
+      role: "img",
+      "aria-label": text,
+      transform: `translate(${x} ${y})`,
+      on: { mouseenter: tell, focus: tell },
+    },
     svg("rect", { x: -BOX.width / 2, y: -BOX.height / 2, width: BOX.width, height: BOX.height, rx: 6 }),
     line(shortened(op.op), -4, "name"),
     line(shortened(tail(op.module)), 13, "module"),
@@ -84,7 +126,9 @@ function box(op, { x, y }, told) {
 function edgeShape(edge, told) {
   const path = edge.points.map(({ x, y }, index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join(" ");
   if (!edge.item) return svg("path", { class: "edge", d: path, "marker-end": "url(#arrow)" });
-  const tell = () => { told.textContent = `Redistribution of ${edge.item.tensor ?? "a tensor"}: ${edge.text}`; };
+  const tell = () => {
+    told.textContent = `Redistribution of ${edge.item.tensor ?? "a tensor"}: ${edge.text}`;
+  };
   return svg(
     "g",
     { class: "redistribution", on: { mouseenter: tell } },
@@ -95,12 +139,28 @@ function edgeShape(edge, told) {
 }
 
 function arrowHeads() {
-  const head = (id) => svg("marker", { id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z" }));
+  const head = (id) =>
+    svg(
+      "marker",
+      {
+        id,
+        viewBox: "0 0 8 8",
+        refX: 7,
+        refY: 4,
+        markerWidth: 7,
+        markerHeight: 7,
+        markerUnits: "userSpaceOnUse",
+        orient: "auto",
+      },
+      svg("path", { d: "M0 0L8 4L0 8z" }),
+    );
   return svg("defs", {}, head("arrow"), head("arrow-marked"));
 }
 
 function tail(module) {
-  return (module ?? "").split(".").slice(-2).join(".");
+  return nameParts(module ?? "")
+    .slice(-2)
+    .join(".");
 }
 
 function shortened(text) {

@@ -17,7 +17,12 @@ function draw(view, { state }) {
   const redistributions = (view.redistributions ?? []).filter((item) => item.section === chosen);
   return [
     sectionSelect(view, chosen, state),
-    card("Graph", rows.length > MOST_DRAWN ? emptyText(`This section has ${rows.length} ops, too many to draw; the tables list them.`) : opGraph(rows, redistributions)),
+    card(
+      "Graph",
+      rows.length > MOST_DRAWN
+        ? emptyText(`This section has ${rows.length} ops, too many to draw; the tables list them.`)
+        : opGraph(rows, redistributions),
+    ),
     redistributionTable(redistributions, view.ops),
     opTable(rows),
   ];
@@ -32,10 +37,22 @@ function chosenSection(view, wanted) {
 }
 
 function sectionSelect(view, chosen, state) {
-  const name = (section) => (section.calls > 1 ? `${section.module} (x${section.calls})` : section.module || "the model itself");
-  const options = view.sections.map((section, index) => element("option", { value: index, selected: index === chosen }, `${index + 1}. ${name(section)}`));
+  const name = (section) =>
+    section.calls > 1 ? `${section.module} (x${section.calls})` : section.module || "the model itself";
+  const options = view.sections.map((section, index) =>
+    element("option", { value: index, selected: index === chosen }, `${index + 1}. ${name(section)}`),
+  );
   const choose = (event) => state.go({ section: event.target.value });
-  return element("p", {}, element("label", { class: "inline" }, "Section of the model ", element("select", { on: { change: choose } }, options)));
+  return element(
+    "p",
+    {},
+    element(
+      "label",
+      { class: "inline" },
+      "Section of the model ",
+      element("select", { on: { change: choose } }, options),
+    ),
+  );
 }
 
 function opTable(rows) {
@@ -43,7 +60,7 @@ function opTable(rows) {
     { title: "Op", value: (row) => row.op },
     { title: "Module", value: (row) => row.module },
     { title: "Calls", value: (row) => row.calls, text: whole, number: true },
-    { title: "Work per step", value: (row) => row.flops, text: (value) => flops(value), number: true },
+    { title: "Work of a call, all devices", value: (row) => row.flops, text: (value) => flops(value), number: true },
     { title: "Forward", value: (row) => row.forward_s, text: seconds, number: true },
     { title: "Backward", value: (row) => row.backward_s, text: seconds, number: true },
   ];
@@ -60,5 +77,10 @@ function redistributionTable(rows, allOps) {
     { title: "To", value: (row) => row.to, text: placements },
     { title: "Seconds", value: (row) => row.seconds, text: seconds, number: true },
   ];
-  return table({ title: "Redistributions, seconds of all calls in a step", columns, rows, empty: "No tensor is redistributed in this section." });
+  return table({
+    title: "Redistributions, seconds of all calls in a step",
+    columns,
+    rows,
+    empty: "No tensor is redistributed in this section.",
+  });
 }

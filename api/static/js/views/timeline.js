@@ -41,17 +41,46 @@ function drawing(view) {
     if (hasMemory) grids.push({ left, right: 16, top: 8 + lanesHeight + 36, height: MEMORY_HEIGHT });
     return {
       grid: grids,
-      tooltip: { trigger: "item", backgroundColor: colour("--surface"), borderColor: colour("--line-strong"), textStyle: { color: colour("--text"), fontSize: 13 }, confine: true },
-      toolbox: { show: true, itemSize: 0, left: -50, feature: { dataZoom: { yAxisIndex: "none", title: { zoom: "", back: "" } } } },
+      tooltip: {
+        trigger: "item",
+        backgroundColor: colour("--surface"),
+        borderColor: colour("--line-strong"),
+        textStyle: { color: colour("--text"), fontSize: 13 },
+        confine: true,
+      },
+      toolbox: {
+        show: true,
+        itemSize: 0,
+        left: -50,
+        feature: { dataZoom: { yAxisIndex: "none", title: { zoom: "", back: "" } } },
+      },
       xAxis: grids.map((_, index) => timeAxis(index, time.step_s, colour)),
-      yAxis: [laneAxis(time.lanes, left, colour), axisLook(colour, { type: "value", gridIndex: 1, splitNumber: 3, axisLabel: { formatter: memoryLabel } })].slice(0, grids.length),
+      yAxis: [
+        laneAxis(time.lanes, left, colour),
+        axisLook(colour, { type: "value", gridIndex: 1, splitNumber: 3, axisLabel: { formatter: memoryLabel } }),
+      ].slice(0, grids.length),
       dataZoom: [
         { type: "inside", xAxisIndex: grids.map((_, index) => index), filterMode: "none", moveOnMouseMove: "shift" },
-        { type: "slider", xAxisIndex: grids.map((_, index) => index), filterMode: "none", bottom: 8, height: 22, left, right: 16, showDataShadow: false, brushSelect: false, labelFormatter: seconds, borderColor: colour("--line"), textStyle: { color: colour("--text-quiet") } },
+        {
+          type: "slider",
+          xAxisIndex: grids.map((_, index) => index),
+          filterMode: "none",
+          bottom: 8,
+          height: 22,
+          left,
+          right: 16,
+          showDataShadow: false,
+          brushSelect: false,
+          labelFormatter: seconds,
+          borderColor: colour("--line"),
+          textStyle: { color: colour("--text-quiet") },
+        },
       ],
       series: [
         eventShapes(time, byLane, axisRoles(view), colour),
-        ...(hasMemory ? memoryAreas(memory, colour, { xAxisIndex: 1, yAxisIndex: 1, tooltip: areaTooltip(memory, colour) }) : []),
+        ...(hasMemory
+          ? memoryAreas(memory, colour, { xAxisIndex: 1, yAxisIndex: 1, tooltip: areaTooltip(memory, colour) })
+          : []),
       ],
     };
   };
@@ -64,13 +93,32 @@ function drawing(view) {
 }
 
 function timeAxis(index, step, colour) {
-  const look = { type: "value", gridIndex: index, min: 0, max: step, axisLabel: { formatter: seconds, showMinLabel: true }, splitNumber: 6 };
+  const look = {
+    type: "value",
+    gridIndex: index,
+    min: 0,
+    max: step,
+    axisLabel: { formatter: seconds, showMinLabel: true },
+    splitNumber: 6,
+  };
   return axisLook(colour, look);
 }
 
 function laneAxis(lanes, width, colour) {
-  const axisLabel = { interval: 0, hideOverlap: false, width: width - 12, overflow: "truncate", color: colour("--text") };
-  return axisLook(colour, { type: "category", inverse: true, data: lanes.map((lane) => lane.name), axisLabel, axisTick: { show: false } });
+  const axisLabel = {
+    interval: 0,
+    hideOverlap: false,
+    width: width - 12,
+    overflow: "truncate",
+    color: colour("--text"),
+  };
+  return axisLook(colour, {
+    type: "category",
+    inverse: true,
+    data: lanes.map((lane) => lane.name),
+    axisLabel,
+    axisTick: { show: false },
+  });
 }
 
 function memoryLabel(amount) {
@@ -83,8 +131,14 @@ function meanings(view) {
   const axes = lanes.filter((lane) => lane.axis);
   const roles = axisRoles(view);
   return [
-    ...[...kinds].map((kind) => ({ name: kind === "exposed" ? "waits for communication" : kind, variable: timeVariable(kind) })),
-    ...axes.map((lane) => ({ name: `communication on ${lane.axis}; paler where overlapped`, variable: axisVariable(roles.get(lane.axis)) })),
+    ...[...kinds].map((kind) => ({
+      name: kind === "exposed" ? "waits for communication" : kind,
+      variable: timeVariable(kind),
+    })),
+    ...axes.map((lane) => ({
+      name: `communication on ${lane.axis}; paler where overlapped`,
+      variable: axisVariable(roles.get(lane.axis)),
+    })),
   ];
 }
 
@@ -93,19 +147,34 @@ function laneTable(time) {
     { title: "Lane", value: (row) => row.name },
     { title: "Kind", value: (row) => row.kind },
     { title: "Seconds", value: (row) => row.seconds, text: seconds, number: true },
-    { title: "Share of the step", value: (row) => (time.step_s ? row.seconds / time.step_s : null), text: percent, number: true },
+    {
+      title: "Share of the step",
+      value: (row) => (time.step_s ? row.seconds / time.step_s : null),
+      text: percent,
+      number: true,
+    },
     { title: "Events", value: (row) => row.events, text: whole, number: true },
   ];
   const counts = new Map();
   for (const [lane] of time.events) counts.set(lane, (counts.get(lane) ?? 0) + 1);
-  return table({ title: "Lanes", columns, rows: time.lanes.map((lane, index) => ({ ...lane, events: counts.get(index) ?? 0 })) });
+  return table({
+    title: "Lanes",
+    columns,
+    rows: time.lanes.map((lane, index) => ({ ...lane, events: counts.get(index) ?? 0 })),
+  });
 }
 
 function labelTable(time) {
   const totals = new Map();
   for (const [lane, , duration, label, kind] of time.events) {
     const key = `${lane} ${label} ${kind}`;
-    const total = totals.get(key) ?? { lane: time.lanes[lane].name, label: time.labels[label], kind, events: 0, seconds: 0 };
+    const total = totals.get(key) ?? {
+      lane: time.lanes[lane].name,
+      label: time.labels[label],
+      kind,
+      events: 0,
+      seconds: 0,
+    };
     total.events += 1;
     total.seconds += duration;
     totals.set(key, total);

@@ -35,8 +35,19 @@ export function zoomControls(whole) {
     const [from, to] = shownWindow();
     show(from + share * (to - from), to + share * (to - from));
   };
-  const actions = { "+": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), 0: () => show(0, whole) };
-  const button = (text, label, act) => element("button", { type: "button", class: "quiet", "aria-label": label, on: { click: () => instance && act() } }, text);
+  const actions = {
+    "+": () => zoom(0.5),
+    "-": () => zoom(2),
+    ArrowLeft: () => move(-0.25),
+    ArrowRight: () => move(0.25),
+    0: () => show(0, whole),
+  };
+  const button = (text, label, act) =>
+    element(
+      "button",
+      { type: "button", class: "quiet", "aria-label": label, on: { click: () => instance && act() } },
+      text,
+    );
   const node = element(
     "div",
     { class: "zoom no-print" },
@@ -55,7 +66,11 @@ export function zoomControls(whole) {
       actions[event.key]();
     };
     const label = "Timeline; plus and minus zoom, arrow keys move, 0 shows the whole step";
-    return element("div", { class: "zoomable", role: "group", tabindex: "0", "aria-label": label, on: { keydown: pressed } }, content);
+    return element(
+      "div",
+      { class: "zoomable", role: "group", tabindex: "0", "aria-label": label, on: { keydown: pressed } },
+      content,
+    );
   }
 
   return { node, region, connect };
