@@ -94,11 +94,13 @@ function printAll(node, panels, update) {
     }
     opened = [...node.querySelectorAll("details:not([open])")];
     for (const item of opened) item.open = true;
+    document.documentElement.classList.add("printing");
     applyTheme("light");
     document.dispatchEvent(new Event(REDRAW));
   });
   addEventListener("afterprint", () => {
     for (const item of opened) item.open = false;
+    document.documentElement.classList.remove("printing");
     applyTheme(stored());
     update();
   });
