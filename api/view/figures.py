@@ -61,7 +61,7 @@ def _figures(view: Mapping[str, Any]) -> Iterator[tuple[str, float, Any]]:
     if view["memory"]["curve"]:
         yield "memory-over-the-step", 3.2, _curve
     if view["timeline"] is not None:
-        yield "timeline", 1.4 + 0.4 * len(view["timeline"]["lanes"]), _timeline
+        yield "timeline", 1.4 + 0.4 * len(view["timeline"]["tracks"]), _timeline
 
 
 def _memory(axes: Any, view: Mapping[str, Any]) -> None:
@@ -126,12 +126,12 @@ def _curve(axes: Any, view: Mapping[str, Any]) -> None:
 def _timeline(axes: Any, view: Mapping[str, Any]) -> None:
     timeline = view["timeline"]
     for kind in dict.fromkeys(event[4] for event in timeline["events"]):
-        for track in range(len(timeline["lanes"])):
+        for track in range(len(timeline["tracks"])):
             spans = [(event[1], event[2]) for event in timeline["events"] if event[0] == track and event[4] == kind]
             if spans:
                 axes.broken_barh(spans, (track - 0.4, 0.8), color=colour("time", kind), linewidth=0)
         axes.barh([0], [0], color=colour("time", kind), label=kind)
-    names = [each["name"] for each in timeline["lanes"]]
+    names = [each["name"] for each in timeline["tracks"]]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("seconds of a step")

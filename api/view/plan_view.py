@@ -105,7 +105,7 @@ def timeline_view(timeline: Timeline, micro_batches: int) -> Json:
         "step_s": timeline.step_s,
         "micro_batches": micro_batches,
         "note": timeline.note,
-        "lanes": [
+        "tracks": [
             {"name": track.name, "kind": track.kind, "axis": track.axis, "seconds": timeline.track_seconds(number)}
             for number, track in enumerate(timeline.tracks)
         ],

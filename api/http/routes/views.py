@@ -1,4 +1,4 @@
-"""``/v1/plans/{id}/view``, ``/trace`` and ``/report``: a plan as data to draw, as a trace, and as one HTML file."""
+"""``/v1/plans/{id}``: ``/view``, what is drawn of a plan; ``/trace``, ``/report``; ``/request``, what was asked."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ async def view(job_id: str, request: Request, caller: Reader) -> JSONResponse:
         return plan_view(plan, id=job.id, request=_without_graph(job.request))
 
     return JSONResponse(await run_in_threadpool(answer))
+
+
+@router.get("/{job_id}/request", response_class=JSONResponse, responses={**_JSON_OBJECT, **problem_responses(404, 422)})
+async def request_of(job_id: str, request: Request, caller: Reader) -> JSONResponse:
+    """Return the request that a job answers, also where it failed; of a traced graph without the graph."""
+    job = await run_in_threadpool(found_job, service_of(request), caller, job_id)
+    return JSONResponse(_without_graph(job.request))
 
 
 @router.get(

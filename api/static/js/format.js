@@ -4,7 +4,7 @@ const MISSING = "\u2013";
 const TIMES = [
   [1, "s"],
   [1e-3, "ms"],
-  [1e-6, "us"],
+  [1e-6, "µs"],
   [1e-9, "ns"],
 ];
 const SIZES = [
@@ -40,7 +40,7 @@ export function whole(value) {
   return value == null ? MISSING : Math.round(value).toLocaleString("en-US");
 }
 
-/** Returns seconds as s, ms, us or ns. */
+/** Returns seconds as s, ms, µs or ns. */
 export function seconds(value) {
   return scaled(value, TIMES, "s");
 }

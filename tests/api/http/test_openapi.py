@@ -28,7 +28,7 @@ CHECKS = (
 )
 CAN_BE = {"model": "gpt2", "cluster": "1x4xtoy", "mesh": "tp=4"}
 PLAN = {"format_version": 1, "mesh": {"names": ["dp"], "shape": [4], "device": "cuda"}}
-ROUTES = 15
+ROUTES = 16
 IN_CI, ALL = 8, 500
 """Cases for each of the routes that take any input."""
 

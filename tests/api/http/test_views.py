@@ -49,6 +49,7 @@ def test_no_view_of_what_is_not_there(server: Server) -> None:
     ).json()
     failed = server.until_ended(refused["id"])
     assert failed["status"] == "failed"
+    assert httpx2.get(f"{server.url}/v1/plans/{failed['id']}/request").json()["batch"] == 6
     answer = httpx2.get(f"{server.url}/v1/plans/{failed['id']}/view")
     assert answer.status_code == 409
     assert "failed" in answer.json()["detail"]

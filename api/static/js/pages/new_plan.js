@@ -83,7 +83,8 @@ function examples(send) {
 /** Returns the request that the URL starts from: that of a job, with the mesh, cluster and pins that the URL adds. */
 async function requestOf(api, query) {
   const id = query.get("from");
-  const earlier = id ? (rememberedRequest(id) ?? (await api.view(id).catch(() => null))?.request ?? {}) : {};
+  const path = `/v1/plans/${encodeURIComponent(id ?? "")}/request`;
+  const earlier = id ? (rememberedRequest(id) ?? (await api.get(path).catch(() => ({})))) : {};
   const added = Object.fromEntries(
     ["mesh", "cluster"].filter((name) => query.has(name)).map((name) => [name, query.get(name)]),
   );

@@ -1,4 +1,4 @@
-/** Events of a timeline as rectangles: one shape per lane and colour, so that 20,000 events zoom smoothly. */
+/** Events of a timeline as rectangles: one shape per track and colour, so that 20,000 events zoom smoothly. */
 
 import * as echarts from "echarts";
 import { axisVariable, timeVariable } from "shardplan/colours.js";
@@ -7,7 +7,7 @@ const LEAST_WIDTH = 0.6;
 const GAP_FROM = 4;
 const TOUCHING = 0.3;
 const LABEL_WIDTH = 60;
-const LANE_SHARE = 0.72;
+const TRACK_SHARE = 0.72;
 
 const Rectangles = echarts.graphic.extendShape({
   shape: { y: 0, height: 0, spans: [] },
@@ -17,12 +17,12 @@ const Rectangles = echarts.graphic.extendShape({
 });
 echarts.graphic.registerShape("rectangles", Rectangles);
 
-/** Returns the events of each lane, in the order of their start. */
-export function eventsByLane(time) {
-  const lanes = time.lanes.map(() => []);
-  for (const event of time.events) lanes[event[0]].push(event);
-  for (const events of lanes) events.sort((one, other) => one[1] - other[1]);
-  return lanes;
+/** Returns the events of each track, in the order of their start. */
+export function eventsByTrack(time) {
+  const tracks = time.tracks.map(() => []);
+  for (const event of time.events) tracks[event[0]].push(event);
+  for (const events of tracks) events.sort((one, other) => one[1] - other[1]);
+  return tracks;
 }
 
 /** Returns the index of the first event that starts after `at`, in seconds. */
@@ -37,29 +37,29 @@ export function firstAfter(events, at) {
 }
 
 /**
- * Returns ECharts' custom series of the events, with one datum per lane.
+ * Returns ECharts' custom series of the events, with one datum per track.
  * @param {Object} time the view's `timeline`
- * @param {Array<Array>} byLane of `eventsByLane`
+ * @param {Array<Array>} byTrack of `eventsByTrack`
  * @param {Map<string, string>} roles role of each axis
  * @param {function(string): string} colour colour of a CSS variable
  */
-export function eventShapes(time, byLane, roles, colour) {
+export function eventShapes(time, byTrack, roles, colour) {
   const text = colour("--on-time");
 
   function shape(params, api) {
-    const lane = params.dataIndex;
-    const [origin, middle] = api.coord([0, lane]);
-    const scale = api.coord([time.step_s, lane])[0] - origin;
+    const track = params.dataIndex;
+    const [origin, middle] = api.coord([0, track]);
+    const scale = api.coord([time.step_s, track])[0] - origin;
     const { x: left, width: room } = params.coordSys;
-    const height = api.size([0, 1])[1] * LANE_SHARE;
+    const height = api.size([0, 1])[1] * TRACK_SHARE;
     const y = middle - height / 2;
     const pixel = (at) => origin + (at / time.step_s) * scale;
-    const { spans, labels } = visible(byLane[lane], pixel, left, left + room);
+    const { spans, labels } = visible(byTrack[track], pixel, left, left + room);
     const blocks = [...spans].map(([kind, own]) => ({
       type: "rectangles",
       silent: true,
       shape: { y, height, spans: own },
-      style: look(time.lanes[lane], kind, roles, colour),
+      style: look(time.tracks[track], kind, roles, colour),
     }));
     const captions = labels.map(([x, width, label]) => ({
       type: "text",
@@ -78,7 +78,7 @@ export function eventShapes(time, byLane, roles, colour) {
     return { type: "group", children: [...blocks, ...captions] };
   }
 
-  const data = time.lanes.map((_, lane) => [0, lane, time.step_s]);
+  const data = time.tracks.map((_, track) => [0, track, time.step_s]);
   return {
     type: "custom",
     clip: true,
@@ -91,7 +91,7 @@ export function eventShapes(time, byLane, roles, colour) {
 }
 
 /**
- * Returns what of a lane can be seen between two pixels: for each kind its spans `[x, width]`, and the labels of wide
+ * Returns what of a track can be seen between two pixels: for each kind its spans `[x, width]`, and the labels of wide
  * events. An event that ends within the pixel of the one before is left out.
  */
 function visible(events, pixel, left, right) {
@@ -119,7 +119,7 @@ function addSpan(spans, kind, from, width) {
   else own.push([from, width > GAP_FROM ? width - 0.5 : width]);
 }
 
-function look(lane, kind, roles, colour) {
-  if (lane.axis == null) return { fill: colour(timeVariable(kind)) };
-  return { fill: colour(axisVariable(roles.get(lane.axis))), opacity: kind === "overlapped" ? 0.45 : 1 };
+function look(track, kind, roles, colour) {
+  if (track.axis == null) return { fill: colour(timeVariable(kind)) };
+  return { fill: colour(axisVariable(roles.get(track.axis))), opacity: kind === "overlapped" ? 0.45 : 1 };
 }

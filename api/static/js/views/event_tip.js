@@ -11,9 +11,9 @@ const BESIDE = 14;
 /**
  * Returns the tip's element, and `connect`, which is called with each new ECharts instance of the timeline.
  * @param {Object} time the view's `timeline`
- * @param {Array<Array>} byLane of `eventsByLane`
+ * @param {Array<Array>} byTrack of `eventsByTrack`
  */
-export function eventTip(time, byLane) {
+export function eventTip(time, byTrack) {
   const node = element("div", { class: "tip", hidden: true, "aria-hidden": "true" });
 
   function connect(instance) {
@@ -33,9 +33,9 @@ export function eventTip(time, byLane) {
   }
 
   function eventAt(instance, point) {
-    const [at, lane] = instance.convertFromPixel({ gridIndex: 0 }, point);
+    const [at, track] = instance.convertFromPixel({ gridIndex: 0 }, point);
     const near = NEAR_PIXELS * Math.abs(instance.convertFromPixel({ gridIndex: 0 }, [point[0] + 1, point[1]])[0] - at);
-    const events = byLane[lane] ?? [];
+    const events = byTrack[track] ?? [];
     const next = firstAfter(events, at);
     const distance = ([, start, duration]) => Math.max(0, start - at, at - start - duration);
     const candidates = events.slice(Math.max(0, next - 2), next + 1).filter((event) => distance(event) <= near);
@@ -45,9 +45,9 @@ export function eventTip(time, byLane) {
   return { node, connect };
 }
 
-function eventText(time, [lane, start, duration, label, kind]) {
+function eventText(time, [track, start, duration, label, kind]) {
   const rows = [
-    ["lane", time.lanes[lane].name],
+    ["track", time.tracks[track].name],
     ["kind", kind],
     ["takes", seconds(duration)],
     ["starts at", seconds(start)],

@@ -1,4 +1,4 @@
-/** Timeline of a step: lanes of events that zoom, and the memory under them on the same time axis. */
+/** Timeline of a step: tracks of events that zoom, and the memory under them on the same time axis. */
 
 import { legend } from "shardplan/bars.js";
 import { axisLook, chart } from "shardplan/chart.js";
@@ -6,14 +6,14 @@ import { axisRoles, axisVariable, timeVariable } from "shardplan/colours.js";
 import { card, element, emptyText } from "shardplan/dom.js";
 import { percent, seconds, whole } from "shardplan/format.js";
 import { table } from "shardplan/table.js";
-import { eventsByLane, eventShapes } from "shardplan/views/event_shapes.js";
+import { eventsByTrack, eventShapes } from "shardplan/views/event_shapes.js";
 import { eventTip } from "shardplan/views/event_tip.js";
 import { areaTooltip, memoryAreas } from "shardplan/views/memory.js";
 import { zoomControls } from "shardplan/views/zoom_controls.js";
 
 export const timeline = { name: "timeline", title: "Timeline", draw };
 
-const LANE_HEIGHT = 34;
+const TRACK_HEIGHT = 34;
 const MEMORY_HEIGHT = 130;
 
 function draw(view) {
@@ -22,7 +22,7 @@ function draw(view) {
   return [
     time.note ? element("p", {}, time.note) : null,
     card("One step", drawing(view), legend(meanings(view))),
-    laneTable(time),
+    trackTable(time),
     labelTable(time),
   ].filter(Boolean);
 }
@@ -30,15 +30,15 @@ function draw(view) {
 function drawing(view) {
   const { timeline: time, memory } = view;
   const hasMemory = (memory?.curve?.length ?? 0) > 1;
-  const lanesHeight = time.lanes.length * LANE_HEIGHT;
-  const height = 16 + lanesHeight + (hasMemory ? MEMORY_HEIGHT + 36 : 0) + 76;
+  const tracksHeight = time.tracks.length * TRACK_HEIGHT;
+  const height = 16 + tracksHeight + (hasMemory ? MEMORY_HEIGHT + 36 : 0) + 76;
   const controls = zoomControls(time.step_s);
-  const byLane = eventsByLane(time);
-  const tip = eventTip(time, byLane);
+  const byTrack = eventsByTrack(time);
+  const tip = eventTip(time, byTrack);
   const option = ({ colour, width }) => {
     const left = width < 500 ? 70 : 110;
-    const grids = [{ left, right: 16, top: 8, height: lanesHeight }];
-    if (hasMemory) grids.push({ left, right: 16, top: 8 + lanesHeight + 36, height: MEMORY_HEIGHT });
+    const grids = [{ left, right: 16, top: 8, height: tracksHeight }];
+    if (hasMemory) grids.push({ left, right: 16, top: 8 + tracksHeight + 36, height: MEMORY_HEIGHT });
     return {
       grid: grids,
       tooltip: {
@@ -56,7 +56,7 @@ function drawing(view) {
       },
       xAxis: grids.map((_, index) => timeAxis(index, time.step_s, colour)),
       yAxis: [
-        laneAxis(time.lanes, left, colour),
+        trackAxis(time.tracks, left, colour),
         axisLook(colour, { type: "value", gridIndex: 1, splitNumber: 3, axisLabel: { formatter: memoryLabel } }),
       ].slice(0, grids.length),
       dataZoom: [
@@ -77,14 +77,14 @@ function drawing(view) {
         },
       ],
       series: [
-        eventShapes(time, byLane, axisRoles(view), colour),
+        eventShapes(time, byTrack, axisRoles(view), colour),
         ...(hasMemory
           ? memoryAreas(memory, colour, { xAxisIndex: 1, yAxisIndex: 1, tooltip: areaTooltip(memory, colour) })
           : []),
       ],
     };
   };
-  const label = `Timeline of one step with ${whole(time.events.length)} events in ${time.lanes.length} lanes; the tables below have the totals`;
+  const label = `Timeline of one step with ${whole(time.events.length)} events in ${time.tracks.length} tracks; the tables below have the totals`;
   const onReady = (instance) => {
     controls.connect(instance);
     tip.connect(instance);
@@ -104,7 +104,7 @@ function timeAxis(index, step, colour) {
   return axisLook(colour, look);
 }
 
-function laneAxis(lanes, width, colour) {
+function trackAxis(tracks, width, colour) {
   const axisLabel = {
     interval: 0,
     hideOverlap: false,
@@ -115,7 +115,7 @@ function laneAxis(lanes, width, colour) {
   return axisLook(colour, {
     type: "category",
     inverse: true,
-    data: lanes.map((lane) => lane.name),
+    data: tracks.map((track) => track.name),
     axisLabel,
     axisTick: { show: false },
   });
@@ -126,25 +126,25 @@ function memoryLabel(amount) {
 }
 
 function meanings(view) {
-  const { lanes, events } = view.timeline;
-  const kinds = new Set(events.filter(([lane]) => !lanes[lane].axis).map((event) => event[4]));
-  const axes = lanes.filter((lane) => lane.axis);
+  const { tracks, events } = view.timeline;
+  const kinds = new Set(events.filter(([track]) => !tracks[track].axis).map((event) => event[4]));
+  const axes = tracks.filter((track) => track.axis);
   const roles = axisRoles(view);
   return [
     ...[...kinds].map((kind) => ({
       name: kind === "exposed" ? "waits for communication" : kind,
       variable: timeVariable(kind),
     })),
-    ...axes.map((lane) => ({
-      name: `communication on ${lane.axis}; paler where overlapped`,
-      variable: axisVariable(roles.get(lane.axis)),
+    ...axes.map((track) => ({
+      name: `communication on ${track.axis}; paler where overlapped`,
+      variable: axisVariable(roles.get(track.axis)),
     })),
   ];
 }
 
-function laneTable(time) {
+function trackTable(time) {
   const columns = [
-    { title: "Lane", value: (row) => row.name },
+    { title: "Track", value: (row) => row.name },
     { title: "Kind", value: (row) => row.kind },
     { title: "Seconds", value: (row) => row.seconds, text: seconds, number: true },
     {
@@ -156,20 +156,20 @@ function laneTable(time) {
     { title: "Events", value: (row) => row.events, text: whole, number: true },
   ];
   const counts = new Map();
-  for (const [lane] of time.events) counts.set(lane, (counts.get(lane) ?? 0) + 1);
+  for (const [track] of time.events) counts.set(track, (counts.get(track) ?? 0) + 1);
   return table({
-    title: "Lanes",
+    title: "Tracks",
     columns,
-    rows: time.lanes.map((lane, index) => ({ ...lane, events: counts.get(index) ?? 0 })),
+    rows: time.tracks.map((track, index) => ({ ...track, events: counts.get(index) ?? 0 })),
   });
 }
 
 function labelTable(time) {
   const totals = new Map();
-  for (const [lane, , duration, label, kind] of time.events) {
-    const key = `${lane} ${label} ${kind}`;
+  for (const [track, , duration, label, kind] of time.events) {
+    const key = `${track} ${label} ${kind}`;
     const total = totals.get(key) ?? {
-      lane: time.lanes[lane].name,
+      track: time.tracks[track].name,
       label: time.labels[label],
       kind,
       events: 0,
@@ -181,7 +181,7 @@ function labelTable(time) {
   }
   const columns = [
     { title: "Event", value: (row) => row.label },
-    { title: "Lane", value: (row) => row.lane },
+    { title: "Track", value: (row) => row.track },
     { title: "Kind", value: (row) => row.kind },
     { title: "Times", value: (row) => row.events, text: whole, number: true },
     { title: "Seconds in all", value: (row) => row.seconds, text: seconds, number: true },
