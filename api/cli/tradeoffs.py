@@ -12,17 +12,12 @@ from api.cli.headings import CommandWithHeadings
 from api.cli.options import Folder, Json, Model, takes_job_options
 from api.cli.requests import request_of
 from api.cli.terminal import check_folder, reported, save_plan, terminal, watched
+from api.requests.comparison_options import NOT_OF_COMPARISONS, OF_BATCHES, check_techniques
 
 if TYPE_CHECKING:
     from api.render.tradeoff_rows import TradeoffRow
     from api.requests.plan_request import OpenedRequest
-    from api.requests.schemas import PlanRequest
     from planner.progress import Progress
-
-_NOT_OF_PARETO = ("planner", "executable_only", "jobs", "tolerance")
-_NOT_OF_ALTERNATIVES = ("mesh", *_NOT_OF_PARETO)
-_NOT_OF_SWEEP = (*(name for name in _NOT_OF_ALTERNATIVES if name != "tolerance"), "pins", "data_axes", "axes")
-_OF_BATCHES = ("cluster", "mesh", "seq", "memory_gb", "phase", "dtype", "techniques", "time_limit_s")
 
 Within = Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")]
 
@@ -35,7 +30,7 @@ def add_tradeoff_commands(app: typer.Typer) -> None:
     app.command("batches", cls=CommandWithHeadings)(batches_command)
 
 
-@takes_job_options(without=_NOT_OF_ALTERNATIVES)
+@takes_job_options(without=NOT_OF_COMPARISONS["alternatives"])
 def alternatives_command(
     model: Model,
     options: dict[str, Any],
@@ -52,7 +47,7 @@ def alternatives_command(
         _show(alternative_rows(request, count, time_limit_s), output, as_json=as_json)
 
 
-@takes_job_options(without=_NOT_OF_PARETO)
+@takes_job_options(without=NOT_OF_COMPARISONS["pareto"])
 def pareto_command(model: Model, options: dict[str, Any], output: Folder = None, as_json: Json = False) -> None:
     """Show what a step of MODEL takes within less and less memory, down to the least that does.
 
@@ -66,7 +61,7 @@ def pareto_command(model: Model, options: dict[str, Any], output: Folder = None,
         _show(pareto_rows(request, options["mesh"], time_limit_s), output, as_json=as_json)
 
 
-@takes_job_options(without=_NOT_OF_SWEEP)
+@takes_job_options(without=NOT_OF_COMPARISONS["sweep"])
 def sweep_command(
     model: Model,
     options: dict[str, Any],
@@ -96,7 +91,7 @@ def sweep_command(
         _show(rows, output, as_json=as_json)
 
 
-@takes_job_options(only=_OF_BATCHES, defaults={"phase": "decode"})
+@takes_job_options(only=OF_BATCHES, defaults={"phase": "decode"})
 def batches_command(
     model: Model,
     options: dict[str, Any],
@@ -137,24 +132,10 @@ def _opened(progress: Progress, output: Path | None, **options: Any) -> OpenedRe
     if output is not None:
         check_folder(output)
     request = request_of(**options)
-    _check_techniques(request)
+    check_techniques(request.techniques)
     from api.requests.plan_request import opened_request
 
     return opened_request(request, allow_local=True, progress=progress)
-
-
-def _check_techniques(request: PlanRequest) -> None:
-    """Raise a `JobError` that names the request's techniques with which plans are not compared."""
-    from planner.errors import JobError
-
-    refused = [name for name in ("auto", "async-tp", "heterogeneous-blocks") if name in request.techniques]
-    if refused:
-        advice = "Name those that `shardplan plan` chose." if "auto" in refused else "Leave it out, or use plan."
-        raise JobError(
-            f"--techniques is {', '.join(refused)}: for one plan, not for a comparison.",
-            what_to_do=advice,
-            field="techniques",
-        )
 
 
 def _show(rows: list[TradeoffRow], output: Path | None, *, as_json: bool) -> None:

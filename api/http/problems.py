@@ -90,7 +90,7 @@ def add_problem_handlers(app: FastAPI) -> None:
 
 def _malformed(errors: Any) -> Response:
     faults = [{"where": ".".join(map(str, item["loc"]))[:200], "what": item["msg"]} for item in errors[:50]]
-    detail = "; ".join(f"{fault['where']}: {fault['what']}" for fault in faults[:5])
+    detail = "; ".join(": ".join(filter(None, (fault["where"], fault["what"]))) for fault in faults[:5])
     return _answer({"title": _TITLES[422], "status": 422, "detail": detail, "errors": faults})
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from api.jobs.logs import configure_logs
 
 Outcome = dict[str, Any]
-"""``{"plan": {...}}`` or ``{"error": {...}}``."""
+"""``{"plan": {...}}``, ``{"result": ...}`` of another kind of job, or ``{"error": {...}}``."""
 
 Report = Callable[[dict[str, Any]], None]
 """Called with each event of a solve, a JSON object with a ``stage``."""

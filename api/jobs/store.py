@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from sqlalchemy.orm import aliased
 
 from api.jobs.database import Database
 from api.jobs.tables import EventRow, JobRow, PlanRow
-from api.requests.schemas import JobStatus
+from api.requests.schemas import JOB_KINDS, JobKind, JobStatus
 from planner.errors import PlannerError
 
 Queued = Callable[[Connection, str], None]
@@ -65,12 +65,13 @@ class TooManyJobsError(PlannerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """One row of the jobs, with its plan. JSON columns are text, which properties parse. Times: seconds since 1970."""
+    """One row of the jobs and its result. JSON columns are text, which properties parse. Times: seconds since 1970."""
 
     number: int
     id: str
     owner: str
     fingerprint: str
+    kind: JobKind
     status: JobStatus
     attempt: int
     queued_at: float
@@ -79,7 +80,7 @@ class JobRecord:
     label: str
     request_json: str
     error_json: str | None
-    plan_json: str | None
+    result_json: str | None
 
     @property
     def request(self) -> dict[str, Any]:
@@ -88,8 +89,9 @@ class JobRecord:
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The plan of a job that has succeeded; else None."""
-        return None if self.plan_json is None else cast(dict[str, Any], json.loads(self.plan_json))
+        """The plan of a job of the kind "plan" that has succeeded; else None."""
+        is_plan = self.kind == "plan" and self.result_json is not None
+        return cast(dict[str, Any], json.loads(self.result_json or "")) if is_plan else None
 
     @property
     def error(self) -> dict[str, Any] | None:
@@ -126,8 +128,8 @@ class JobStore:
     def add(self, fingerprint: str, request: dict[str, Any], *, owner: str = "", label: str = "") -> JobRecord:
         """Return the owner's job of this fingerprint, which is queued if it is new or may be tried again.
 
-        A job that would be queued succeeds at once if an equal request of any owner has a plan. ``label`` is the job's
-        text in lists.
+        A job that would be queued succeeds at once if an equal request of any owner has a result. The job's kind is the
+        ``kind`` in its request, "plan" where it has none. ``label`` is the job's text in lists.
 
         Raises:
             TooManyJobsError: the job would be queued, and a limit on the number of jobs is reached.
@@ -149,7 +151,7 @@ class JobStore:
             fresh = {**outcome, "deaths": 0, "queued_at": now}
             if earlier_job is None:
                 row = {"id": uuid.uuid4().hex, "owner": owner, "fingerprint": fingerprint, "attempt": 0, **fresh}
-                row |= {"request": json.dumps(request), "label": label[:400]}
+                row |= {"request": json.dumps(request), "kind": request.get("kind", "plan"), "label": label[:400]}
                 insertion = self._database.insert_new(JobRow, **row).returning(JobRow.number)
                 changed = connection.scalar(insertion) is not None
             else:
@@ -174,13 +176,20 @@ class JobStore:
             return _one(connection, _jobs().where(JobRow.owner == owner, JobRow.fingerprint == fingerprint))
 
     def page(
-        self, *, owner: str | None, status: JobStatus | None = None, before: int | None = None, limit: int = 50
+        self,
+        *,
+        owner: str | None,
+        kinds: Collection[JobKind] = JOB_KINDS,
+        status: JobStatus | None = None,
+        before: int | None = None,
+        limit: int = 50,
     ) -> Sequence[JobRecord]:
-        """Return up to ``limit`` jobs, the newest first, without requests and plans.
+        """Return up to ``limit`` jobs of some kinds, the newest first, without requests and results.
 
         ``owner``, ``status`` and ``before`` select jobs of an owner, with a status, with a smaller number; None: all.
         """
-        statement = _jobs(with_plan=False, with_request=False).order_by(JobRow.number.desc()).limit(limit)
+        statement = _jobs(with_result=False, with_request=False).where(JobRow.kind.in_(kinds))
+        statement = statement.order_by(JobRow.number.desc()).limit(limit)
         if owner is not None:
             statement = statement.where(JobRow.owner == owner)
         if status is not None:
@@ -218,12 +227,12 @@ class JobStore:
         with self._database.read() as connection:
             return bool(connection.scalar(select(exists().where(_still(job)))))
 
-    def succeed(self, job: JobRecord, plan: dict[str, Any]) -> bool:
-        """End a claimed job, and waiting equal ones, with a plan; return False where the job is not the caller's."""
+    def succeed(self, job: JobRecord, result: Any) -> bool:
+        """End a claimed job, and waiting equal ones, with a result; return False where the job is not the caller's."""
         with self._database.write() as connection:
             if not self._end(connection, job, "succeeded", None):
                 return False
-            row = {"fingerprint": job.fingerprint, "plan": json.dumps(plan), "made_at": self._database.now()}
+            row = {"fingerprint": job.fingerprint, "plan": json.dumps(result), "made_at": self._database.now()}
             connection.execute(self._database.insert_new(PlanRow, **row))
             return True
 
@@ -245,14 +254,14 @@ class JobStore:
         """Requeue or fail, as `lose` does, the jobs whose leases have expired; return their number."""
         over = JobRow.lease_until < self._database.now()
         with self._database.read() as connection:
-            rows = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running", over))
+            rows = connection.execute(_jobs(with_result=False).where(JobRow.status == "running", over))
             expired = [_record(row) for row in rows]
         return sum(self._lose(job, and_(_still(job), over)) for job in expired)
 
     def release_interrupted(self) -> int:
         """Requeue the jobs that an earlier server left running (SQLite has one server only); return their number."""
         with self._database.read() as connection:
-            running = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running"))
+            running = connection.execute(_jobs(with_result=False).where(JobRow.status == "running"))
             interrupted = [_record(row) for row in running]
         return sum(self.release(job) for job in interrupted)
 
@@ -303,7 +312,7 @@ class JobStore:
         number = connection.scalar(claimed.returning(JobRow.number))
         if number is None:
             return None
-        job = _one(connection, _jobs(with_plan=False).where(JobRow.number == number))
+        job = _one(connection, _jobs(with_result=False).where(JobRow.number == number))
         assert job is not None, "it was claimed just now"
         self._announce(connection, job.number, job.id, "running")
         return job
@@ -359,28 +368,19 @@ def delete_jobs(connection: Connection, numbers: Sequence[int]) -> None:
     connection.execute(delete(JobRow).where(JobRow.number.in_(numbers)))
 
 
-def _jobs(*, with_plan: bool = True, with_request: bool = True) -> Select[Any]:
+def _jobs(*, with_result: bool = True, with_request: bool = True) -> Select[Any]:
     request = JobRow.request if with_request else literal("{}")
     columns = [*(getattr(JobRow, name) for name in _COLUMNS), request.label("request_json")]
-    if not with_plan:
-        return select(*columns, literal(None).label("plan_json"))
-    # A job that has not succeeded has no plan, even if an equal job of another owner has one.
+    if not with_result:
+        return select(*columns, literal(None).label("result_json"))
+    # A job that has not succeeded has no result, even if an equal job of another owner has one.
     same = and_(PlanRow.fingerprint == JobRow.fingerprint, JobRow.status == "succeeded")
-    return select(*columns, PlanRow.plan.label("plan_json")).outerjoin(PlanRow, same)
+    return select(*columns, PlanRow.plan.label("result_json")).outerjoin(PlanRow, same)
 
 
 _COLUMNS = (
-    "number",
-    "id",
-    "owner",
-    "fingerprint",
-    "status",
-    "attempt",
-    "queued_at",
-    "started_at",
-    "finished_at",
-    "label",
-    "error",
+    *("number", "id", "owner", "fingerprint", "kind", "status", "attempt"),
+    *("queued_at", "started_at", "finished_at", "label", "error"),
 )
 
 

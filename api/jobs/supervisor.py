@@ -152,12 +152,14 @@ class Supervisor:
         return None
 
     def _write(self, job: JobRecord, outcome: Outcome) -> str:
+        if "error" in outcome:
+            is_recorded = self._persist(lambda: self._store.fail(job, outcome["error"]))
+            return "failed" if is_recorded else "too late"
+        (result,) = outcome.values()
+        is_recorded = self._persist(lambda: self._store.succeed(job, result))
         if "plan" in outcome:
-            is_recorded = self._persist(lambda: self._store.succeed(job, outcome["plan"]))
-            self._metrics.planned(str((outcome["plan"].get("solver") or {}).get("status")))
-            return "succeeded" if is_recorded else "too late"
-        is_recorded = self._persist(lambda: self._store.fail(job, outcome["error"]))
-        return "failed" if is_recorded else "too late"
+            self._metrics.planned(str((result.get("solver") or {}).get("status")))
+        return "succeeded" if is_recorded else "too late"
 
     def _try_to_renew(self, job: JobRecord, events: list[dict[str, Any]]) -> bool:
         # An unreachable database may lose events, but the job stays claimed until the database says otherwise.

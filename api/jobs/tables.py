@@ -14,7 +14,7 @@ class Base(DeclarativeBase):
 
 
 class JobRow(Base):
-    """A request of one owner and its status; its plan is in `PlanRow`, which equal requests share."""
+    """A request of one owner and its status; its result is in `PlanRow`, which equal requests share."""
 
     __tablename__ = "jobs"
 
@@ -22,6 +22,7 @@ class JobRow(Base):
     id: Mapped[str] = mapped_column(String(32), unique=True)
     owner: Mapped[str] = mapped_column(String(32))
     fingerprint: Mapped[str] = mapped_column(String(64), index=True)
+    kind: Mapped[str] = mapped_column(String(16), server_default="plan")
     status: Mapped[str] = mapped_column(String(16))
     request: Mapped[str] = mapped_column(Text)
     label: Mapped[str] = mapped_column(String(400))
@@ -49,7 +50,7 @@ class JobRow(Base):
 
 
 class PlanRow(Base):
-    """The plan that answers all requests of a fingerprint."""
+    """The result that answers all requests of a fingerprint: a plan, the rows of a comparison, an explanation."""
 
     __tablename__ = "plans"
 

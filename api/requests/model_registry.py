@@ -93,7 +93,7 @@ def _with_fused_projections(source: ModelSource) -> ModelSource:
     return dataclasses.replace(source, name=source.name + FUSED_PROJECTIONS, tp_plan=styles, notes=notes)
 
 
-def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
+def load_for_plan(model: str | Mapping[str, Any], plan: ShardingPlan, *, allow_local: bool = True) -> ModelSource:
     """Return the model ``model`` at the plan's batch and sequence length, as `load_model` does.
 
     Projections are fused if the plan says so.
@@ -102,11 +102,12 @@ def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
         PlanMismatchError: the model does not take the plan's batch or sequences.
     """
     try:
-        source = load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+        source = load_model(model, batch=plan.job.batch, seq=plan.job.seq, allow_local=allow_local)
     except JobError as error:
         size = f"{plan.job.seq} tokens" if error.field == "seq" else f"{plan.job.batch} samples"
+        named = model if isinstance(model, str) else "the model"
         raise PlanMismatchError(
-            f"the plan is for {size}, which {model} does not take: it was made for another model, it seems.",
+            f"the plan is for {size}, which {named} does not take: it was made for another model, it seems.",
             subject="model",
             expected=size,
             found=str(error),

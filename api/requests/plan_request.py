@@ -86,6 +86,7 @@ class OpenedRequest:
         progress: called with each event of planning.
         notes: for the user, on how the request was read.
         name: the user's name for the model; None: the request gives the model itself.
+        shares_time: whether the searches of a session have one time limit together.
     """
 
     model: nn.Module | TracedModule
@@ -96,17 +97,21 @@ class OpenedRequest:
     progress: Progress | None = None
     notes: tuple[str, ...] = ()
     name: str | None = None
+    shares_time: bool = False
 
     def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
         """Return the planning session of the request.
 
         Args:
-            time_limit_s: seconds for each search, which then returns its incumbent; None: no limit.
+            time_limit_s: seconds for each search (or for all: ``shares_time``), which then returns its incumbent; None:
+                no limit.
             jobs: search tasks that run concurrently.
         """
+        from api.requests.shared_time import SharedTimeSession
         from planner.session import PlanningSession
 
-        return PlanningSession(
+        kind = SharedTimeSession if self.shares_time else PlanningSession
+        return kind(
             self.model,
             spec=dataclasses.replace(self.spec, time_limit_s=time_limit_s, jobs=jobs),
             example_inputs=self.example_inputs,
@@ -188,13 +193,27 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
     Raises:
         PlannerError: the plan cannot be read, is for another model, or the model has no such parameter.
     """
-    from api.requests.model_registry import load_for_plan, quiet_libraries
-    from planner.explanation import explain
     from planner.plan.sharding_plan import ShardingPlan
 
-    plan = ShardingPlan.load(file)
+    return explained(model, ShardingPlan.load(file), parameter, allow_local=True, progress=progress)
+
+
+def explained(
+    model: str | Mapping[str, Any], plan: ShardingPlan, parameter: str, *, allow_local: bool, progress: Progress
+) -> Explanation:
+    """Return what every layout of ``parameter`` would cost in ``plan``, which is for ``model``.
+
+    Args:
+        allow_local: whether ``model`` may name files and Python functions of this machine; False for a client's.
+
+    Raises:
+        PlannerError: the plan is for another model, or the model has no such parameter.
+    """
+    from api.requests.model_registry import load_for_plan, quiet_libraries
+    from planner.explanation import explain
+
     progress(BUILDING_MODEL)
-    source = load_for_plan(model, plan)
+    source = load_for_plan(model, plan, allow_local=allow_local)
     with quiet_libraries():
         return explain(source.module, plan, parameter, example_inputs=source.example_inputs, progress=progress)
 
@@ -265,9 +284,12 @@ def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:
     if model is None:
         return None
     rest = request.model_dump(mode="json", exclude={"model", "cluster"})
-    cluster = read_cluster(request, allow_local=allow_local).to_dict()
-    text = json.dumps({"model": model, "cluster": cluster, "code": _code_digest(), **rest}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of(model=model, cluster=read_cluster(request, allow_local=allow_local).to_dict(), **rest)
+
+
+def digest_of(**data: Any) -> str:
+    """Return a hash of JSON data, of the code of shardplan and of the versions of the libraries under it."""
+    return hashlib.sha256(json.dumps({**data, "code": _code_digest()}, sort_keys=True).encode()).hexdigest()
 
 
 def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ from planner.plan.job_spec import JobSpec, SpecField, spec_fields
 from planner.plan.techniques import TechniqueFlags, technique_names, with_technique_list
 
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+JobKind = Literal["plan", "alternatives", "pareto", "sweep", "batches", "explanation"]
+JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 
 class _Request(BaseModel):
@@ -151,6 +153,7 @@ class PlanJob(BaseModel):
     """A request with its status and result. ``plan`` follows the published ``planner/plan/plan.schema.json``."""
 
     id: str
+    kind: Literal["plan"] = "plan"
     status: JobStatus
     plan: dict[str, Any] | None = None
     error: Problem | None = None
@@ -160,6 +163,7 @@ class JobSummary(BaseModel):
     """A job in a list. Times are in seconds since 1970; ``label`` is its model and cluster, ``error`` a title."""
 
     id: str
+    kind: JobKind
     status: JobStatus
     label: str
     queued_at: float
@@ -168,7 +172,7 @@ class JobSummary(BaseModel):
     error: str | None
 
 
-class PlanPage(BaseModel):
+class JobPage(BaseModel):
     """Some jobs, the newest first; ``next`` is the ``before`` of the next page, null at the end."""
 
     jobs: list[JobSummary]

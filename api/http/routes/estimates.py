@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from api.http.auth import Caller, needs
 from api.http.bodies import body_of, describes
 from api.http.problems import problem_responses
-from api.http.routes.plans import found_job
+from api.http.routes.plans import PLANS
 from api.http.service import Service, service_of
 from api.render.plan_diff import diff_plans
 from api.requests.plan_request import read_client_cluster
@@ -62,7 +62,7 @@ def _diff(service: Service, caller: Caller, diff_request: DiffRequest) -> dict[s
 def _plan(service: Service, caller: Caller, value: str | dict[str, Any]) -> ShardingPlan:
     if not isinstance(value, str):
         return ShardingPlan.from_dict(value)
-    job = found_job(service, caller, value)
+    job = PLANS.found(service, caller, value)
     if job.plan is None:
         raise PlanError(f"job {job.id} is {job.status} and has no plan.", what_to_do="Name one that has succeeded.")
     return ShardingPlan.from_dict(job.plan)

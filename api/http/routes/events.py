@@ -1,4 +1,4 @@
-"""``/v1/plans/{id}/events``: a job's progress as server-sent events."""
+"""A job's progress as server-sent events."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Request
+from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from api.http.auth import Caller, needs
-from api.http.problems import problem_responses
-from api.http.routes.plans import found_job
-from api.http.service import Service, service_of
+from api.http.service import Service
 from api.jobs.events import OpenStreams, read_events
-
-router = APIRouter(prefix="/v1/plans", tags=["plans"])
+from api.jobs.store import JobRecord
 
 _POLL_S = 0.3
 _ALIVE_S = 10.0
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
-_DESCRIPTION: dict[int | str, dict[str, Any]] = {
+EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Events until the job has ended. `data` is a JSON object with a `stage`; `id` goes into "
         "`Last-Event-ID` to go on from there. Stages of the job: `queued`, `running`, `succeeded`, `failed`, "
@@ -34,26 +30,20 @@ _DESCRIPTION: dict[int | str, dict[str, Any]] = {
         "`mesh_number` of `meshes`), `relaxing` and `solving` (`mesh`, `micro_batches`, `ac`), `bounding stage` and "
         "`relaxing stage` of pipelines, `best` where a faster plan was found; `planned`. Events of the search have, "
         "where known, `step_time_s` of the incumbent, `bound_s` that no plan beats, their `gap`, `tasks_done`, "
-        "`nodes_open`.",
+        "`nodes_open`. Those of a sweep and of batches have the `subject` that they plan for: a cluster, a batch. "
+        "An explanation prices each `alternative` (`aspect`, `layout`).",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
+"""OpenAPI entry of the response that streams events."""
 
 
-@router.get(
-    "/{job_id}/events",
-    response_class=StreamingResponse,
-    responses={**_DESCRIPTION, **problem_responses(404, 422)},
-)
-async def follow(
-    job_id: str,
-    request: Request,
-    caller: Annotated[Caller, Depends(needs("read"))],
-    last_event_id: Annotated[str | None, Header(description="The id of the last event that was seen.")] = None,
-) -> StreamingResponse:
-    """Follow a job from its first event, or from the one after ``Last-Event-ID``, to its end."""
-    service = service_of(request)
-    job = await run_in_threadpool(found_job, service, caller, job_id)
+def event_stream(request: Request, service: Service, job: JobRecord, last_event_id: str | None) -> StreamingResponse:
+    """Return the response that streams a job's events from the first, or from the one after ``last_event_id``.
+
+    Raises:
+        HTTPException: 503 where too many streams are open.
+    """
     after = int(last_event_id) if last_event_id and _NUMBER.fullmatch(last_event_id) else 0
     if not service.streams.take():
         raise HTTPException(503, "Too many event streams are open.", headers={"Retry-After": "10"})

@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import Caller, needs
 from api.http.problems import problem_responses
-from api.http.routes.plans import found_job
+from api.http.routes.plans import PLANS
 from api.http.service import service_of
 from api.jobs.store import JobRecord
 from api.view.plan_view import plan_view
@@ -40,7 +40,7 @@ async def view(job_id: str, request: Request, caller: Reader) -> JSONResponse:
 @router.get("/{job_id}/request", response_class=JSONResponse, responses={**_JSON_OBJECT, **problem_responses(404, 422)})
 async def request_of(job_id: str, request: Request, caller: Reader) -> JSONResponse:
     """Return the request that a job answers, also where it failed; of a traced graph without the graph."""
-    job = await run_in_threadpool(found_job, service_of(request), caller, job_id)
+    job = await run_in_threadpool(PLANS.found, service_of(request), caller, job_id)
     return JSONResponse(_without_graph(job.request))
 
 
@@ -79,9 +79,9 @@ def _planned(request: Request, caller: Caller, job_id: str) -> tuple[JobRecord, 
     """Return a job and its plan.
 
     Raises:
-        HTTPException: 404 as `found_job`; 409 where the job has no plan.
+        HTTPException: 404 as `JobCollection.found`; 409 where the job has no plan.
     """
-    job = found_job(service_of(request), caller, job_id)
+    job = PLANS.found(service_of(request), caller, job_id)
     plan = job.plan
     if plan is None:
         raise HTTPException(409, f"The job is {job.status} and has no plan.")

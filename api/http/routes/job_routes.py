@@ -1,0 +1,232 @@
+"""The routes that every collection of jobs has: submit, list, read, cancel, and follow the events."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import structlog
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
+
+from api.http.auth import Caller, needs
+from api.http.bodies import describes, read_body
+from api.http.problems import problem_responses
+from api.http.routes.events import EVENTS, event_stream
+from api.http.service import Service, service_of
+from api.jobs.store import JobRecord
+from api.requests.schemas import JobKind, JobPage, JobStatus, JobSummary, PlanRequest
+
+Reader = Annotated[Caller, Depends(needs("read"))]
+Planner = Annotated[Caller, Depends(needs("plan"))]
+_JOB_ID = re.compile(r"[0-9a-f]{32}")
+_MOST_NUMBER = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request that can be queued: its hash, its JSON data, and its text in lists."""
+
+    fingerprint: str
+    request: dict[str, Any]
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCollection:
+    """The jobs of some kinds, under one path.
+
+    Attributes:
+        path: such as ``/v1/plans``.
+        kinds: kinds of the jobs. Jobs of other kinds are not found.
+        body: schema of the request body.
+        answer: schema of a job.
+        result: member of the answer that has the result.
+        checked: returns the request in a body, checked; raises what a client has to correct.
+    """
+
+    path: str
+    kinds: tuple[JobKind, ...]
+    body: type[BaseModel]
+    answer: type[BaseModel]
+    result: str
+    checked: Callable[[Service, Caller, bytes], CheckedRequest]
+
+    def found(self, service: Service, caller: Caller, job_id: str) -> JobRecord:
+        """Return the job of this id.
+
+        Raises:
+            HTTPException: 404 where there is no such job, it is of another kind, or it belongs to an owner whose jobs
+                the caller may not see.
+        """
+        job = service.store.get(job_id, owner=caller.sees) if _JOB_ID.fullmatch(job_id) else None
+        if job is None or job.kind not in self.kinds:
+            raise HTTPException(404, f"There is no job {job_id[:64]!r}.")
+        return job
+
+    def answer_of(self, job: JobRecord) -> bytes:
+        """Return ``job`` as JSON; the stored text of the result is copied without parsing it."""
+        start = json.dumps({"id": job.id, "kind": job.kind, "status": job.status})[:-1]
+        result, error = job.result_json or "null", job.error_json or "null"
+        return f'{start}, "{self.result}": {result}, "error": {error}}}'.encode()
+
+    def response(self, job_id: str, answer: bytes, status: int) -> Response:
+        """Return the response to a submission."""
+        headers = {"Location": f"{self.path}/{job_id}"}
+        return Response(answer, status_code=status, media_type="application/json", headers=headers)
+
+    def submitted(self, service: Service, caller: Caller, body: bytes, key: str | None) -> JobRecord:
+        """Return the job of a body; ``key`` is its idempotency key."""
+        if key is None:
+            return self._job_of_request(service, caller, body)
+        with service.keys.used(caller.owner, key, hashlib.sha256(self.named(body)).hexdigest()) as used:
+            job = None if used.job_id is None else service.store.get(used.job_id)
+            if job is not None:
+                service.metrics.submitted("known")
+                return job
+            job = self._job_of_request(service, caller, body)
+            used.job_id = job.id
+            return job
+
+    def named(self, body: bytes) -> bytes:
+        """Return ``body`` such that equal bodies to two collections differ; those of plans are what they are."""
+        return body if "plan" in self.kinds else self.path.encode() + b" " + body
+
+    def _job_of_request(self, service: Service, caller: Caller, body: bytes) -> JobRecord:
+        """Return the job of a request: an existing one of the same fingerprint, or a new one."""
+        checked = self.checked(service, caller, body)
+        job = service.store.find(checked.fingerprint, owner=caller.owner)
+        if job is not None and not job.may_be_tried_again:
+            service.metrics.submitted("cached" if job.ended else "known")
+            return job
+        job = service.store.add(checked.fingerprint, checked.request, owner=caller.owner, label=checked.label)
+        service.metrics.submitted("cached" if job.ended else "new")
+        structlog.get_logger().info("job submitted", job=job.id, kind=job.kind, owner=caller.owner, status=job.status)
+        return job
+
+
+def job_router(jobs: JobCollection) -> APIRouter:
+    """Return the router of a collection."""
+    router = APIRouter(prefix=jobs.path, tags=[jobs.path.rpartition("/")[2]])
+    _add_submit(router, jobs)
+    _add_list_read_cancel(router, jobs)
+    _add_events(router, jobs)
+    return router
+
+
+def _add_submit(router: APIRouter, jobs: JobCollection) -> None:
+    @router.post(
+        "",
+        status_code=202,
+        response_model=jobs.answer,
+        responses={
+            200: {"model": jobs.answer, "description": "Answered before"},
+            **problem_responses(400, 404, 413, 415, 422),
+        },
+        openapi_extra=describes(jobs.body),
+    )
+    async def submit(
+        request: Request,
+        caller: Planner,
+        idempotency_key: Annotated[
+            str | None, Header(description="A request sent again with it is the same job.")
+        ] = None,
+    ) -> Response:
+        """Submit a job: 202 and a job to poll, or 200 and the ended job where the same request was answered before."""
+        service = service_of(request)
+        body = await read_body(request)
+        cached_answer = None if idempotency_key is not None else service.answers.get(caller.owner, jobs.named(body))
+        if cached_answer is not None:
+            service.metrics.submitted("cached")
+            return jobs.response(cached_answer.job_id, cached_answer.body, 200)
+        job = await run_in_threadpool(jobs.submitted, service, caller, body, idempotency_key)
+        answer = jobs.answer_of(job)
+        if job.status == "succeeded":
+            service.answers.put(caller.owner, jobs.named(body), job.id, answer)
+        return jobs.response(job.id, answer, 200 if job.status in {"succeeded", "failed"} else 202)
+
+
+def _add_list_read_cancel(router: APIRouter, jobs: JobCollection) -> None:
+    @router.get("", response_model=JobPage, responses=problem_responses(422))
+    def list_jobs(
+        request: Request,
+        caller: Reader,
+        status: JobStatus | None = None,
+        limit: Annotated[int, Query(ge=1, le=200)] = 50,
+        before: Annotated[
+            int | None, Query(ge=1, le=_MOST_NUMBER, description="The ``next`` of the page before.")
+        ] = None,
+    ) -> JobPage:
+        """List the caller's jobs (an admin's: everybody's), the newest first, without their results."""
+        store = service_of(request).store
+        page = store.page(owner=caller.sees, kinds=jobs.kinds, status=status, before=before, limit=limit)
+        return JobPage(jobs=[_summary(job) for job in page], next=page[-1].number if len(page) == limit else None)
+
+    @router.get("/{job_id}", response_model=jobs.answer, responses=problem_responses(404, 422))
+    def read(job_id: str, request: Request, caller: Reader) -> Response:
+        """Read a job."""
+        job = jobs.found(service_of(request), caller, job_id)
+        return Response(jobs.answer_of(job), media_type="application/json")
+
+    @router.delete("/{job_id}", response_model=jobs.answer, responses=problem_responses(404, 409, 422))
+    def cancel(job_id: str, request: Request, caller: Planner) -> Response:
+        """Cancel a job that waits or runs; its solver process ends within two seconds."""
+        service = service_of(request)
+        jobs.found(service, caller, job_id)
+        if not service.store.cancel(job_id):
+            raise HTTPException(409, "The job has ended already.")
+        structlog.get_logger().info("job cancelled", job=job_id, owner=caller.owner)
+        return Response(jobs.answer_of(jobs.found(service, caller, job_id)), media_type="application/json")
+
+
+def _add_events(router: APIRouter, jobs: JobCollection) -> None:
+    @router.get(
+        "/{job_id}/events",
+        response_class=StreamingResponse,
+        responses={**EVENTS, **problem_responses(404, 422)},
+    )
+    async def follow(
+        job_id: str,
+        request: Request,
+        caller: Reader,
+        last_event_id: Annotated[str | None, Header(description="The id of the last event that was seen.")] = None,
+    ) -> StreamingResponse:
+        """Follow a job from its first event, or from the one after ``Last-Event-ID``, to its end."""
+        service = service_of(request)
+        job = await run_in_threadpool(jobs.found, service, caller, job_id)
+        return event_stream(request, service, job, last_event_id)
+
+
+def label_of(plan_request: PlanRequest) -> str:
+    """Return the label of a request in lists: its model and its cluster."""
+    model, cluster = plan_request.model, plan_request.cluster_text
+    if not isinstance(model, str):
+        model_fields = model.model_dump()
+        kind = (model_fields.get("hf_config") or {}).get("model_type")
+        model = f"{next(iter(model_fields))} ({str(kind)[:100]})" if kind else next(iter(model_fields))
+    where = cluster if isinstance(cluster, str) else str(cluster.get("device"))
+    return printable(f"{model[:250]} on {where[:100]}")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with "?" for what cannot be printed, or stored: PostgreSQL's text has no NUL."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _summary(job: JobRecord) -> JobSummary:
+    return JobSummary(
+        id=job.id,
+        kind=job.kind,
+        status=job.status,
+        label=job.label,
+        queued_at=job.queued_at,
+        started_at=job.started_at,
+        finished_at=job.finished_at,
+        error=(job.error or {}).get("title"),
+    )
