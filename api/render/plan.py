@@ -146,6 +146,7 @@ def next_lines(plan: ShardingPlan, file: str | None, *, details: bool) -> list[s
         quiet = [note for note in plan.notes if not note.startswith(LOUD_NOTES)]
         notes = f" (and {len(quiet)} note{'s' if len(quiet) > 1 else ''})" if quiet else ""
         lines += fold(f"shardplan show {name} --details{notes}", "Details     ")
+        lines += fold(f"shardplan report {name} -o plan.html", "Look at it  ")
     return lines
 
 

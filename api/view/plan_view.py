@@ -206,10 +206,9 @@ def _memory(plan: ShardingPlan, estimate: Estimate, timeline: Timeline | None) -
 
 def _parameters(plan: ShardingPlan) -> Iterator[Json]:
     sizes = {} if plan.breakdown is None else {each.name: each for each in plan.breakdown.parameters}
+    matching = match_keys(plan.plan, sizes)
     for key, stored, computed in weight_layouts(plan):
-        own = [sizes[name] for names in match_keys([key], sizes).values() for name in names] or (
-            [sizes[key]] if key in sizes else []
-        )
+        own = [sizes[name] for name in matching[key]] or ([sizes[key]] if key in sizes else [])
         shapes = {each.shape for each in own}
         gradient = plan.gradient_plan.get(key)
         yield {

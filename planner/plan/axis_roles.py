@@ -150,12 +150,15 @@ def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | N
     The compute layout is None for a tied weight whose compute layouts the plan states under its other names only.
     """
     tied_uses = [key for key in plan.gradient_plan if key in plan.compute_plan]
+    computed_as = {key: key for key in plan.plan if key in plan.compute_plan}
+    for pattern, keys in match_keys(plan.compute_plan, plan.plan).items():
+        for key in keys:
+            computed_as.setdefault(key, pattern)
     for key, stored in plan.plan.items():
         if isinstance(stored, str):
             continue
-        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names or pattern == key]
-        if wider:
-            yield key, stored, plan.compute_plan[wider[0]]
+        if key in computed_as:
+            yield key, stored, plan.compute_plan[computed_as[key]]
         else:
             # A gradient that every micro-batch reduces to the stored layout is no sign of a tied weight.
             waits = plan.gradient_plan.get(key, stored) != stored

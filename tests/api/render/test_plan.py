@@ -64,6 +64,7 @@ Verify it   shardplan verify llama-3.1-8b plan.json
 Run it      torchrun --nnodes 2 --nproc-per-node 8 YOUR_SCRIPT.py
             (with executor.shard_module, as the README shows)
 Details     shardplan show plan.json --details (and 1 note)
+Look at it  shardplan report plan.json -o plan.html
 """
 
 
