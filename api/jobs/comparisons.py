@@ -40,16 +40,16 @@ def _rows(comparison: Comparison, request: OpenedRequest, time_limit_s: float) -
         return pareto_rows(dataclasses.replace(request, shares_time=True), mesh, time_limit_s)
     within_s = comparison.within_s
     if isinstance(comparison, BatchesRequest):
-        each_s = _each_s(time_limit_s, comparison.most.bit_length())
+        each_s = seconds_each(time_limit_s, comparison.most.bit_length())
         return batch_rows(request, mesh, most=comparison.most, within_s=within_s, time_limit_s=each_s)
     counts = comparison.devices
-    each_s = _each_s(time_limit_s, len(parts_of(request.cluster) if counts is None else set(counts)))
+    each_s = seconds_each(time_limit_s, len(parts_of(request.cluster) if counts is None else set(counts)))
     return sweep_rows(
         request, comparison.objective, within_s=within_s, price=comparison.price, time_limit_s=each_s, counts=counts
     )
 
 
-def _each_s(time_limit_s: float, searches: int) -> float:
+def seconds_each(time_limit_s: float, searches: int) -> float:
     """Return the seconds for each of some searches, such that they and what follows them end within the limit."""
     each_s = time_limit_s / searches
     return max(each_s - _AFTERWARDS_S, each_s / 2)

@@ -1,8 +1,9 @@
-"""`RemoteShardingPlanner`: a planner that sends the model's graph to a shardplan server."""
+"""`RemoteShardingPlanner`: plans, comparisons and explanations of a shardplan server, from the graph of a module."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +12,22 @@ import httpx2
 from torch import nn
 
 from api.remote.retrying_http import Connection, RemotePlanningError, error_from_problem
+from api.render.tradeoff_rows import TradeoffRow
+from api.requests.comparison_options import ComparisonKind
+from planner.errors import ModelError
 from planner.graph.example_inputs import GivenInputs
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.techniques import technique_names, with_technique_list
-from planner.progress import ASKING_SERVER, RUNNING_ON_FAKE_PROCESSES, TRACING, Progress, ProgressEvent, event_from_dict
+from planner.progress import (
+    ASKING_SERVER,
+    RUNNING_ON_FAKE_PROCESSES,
+    TRACING,
+    Progress,
+    ProgressEvent,
+    SweepProgress,
+    event_from_dict,
+)
 
 __all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
 
@@ -33,8 +45,8 @@ class RemoteShardingPlanner(ShardingPlanner):
         url: address of the server, such as ``http://127.0.0.1:8000``.
         token: API token; None where the server needs none.
         cluster: ``2x8xh100-sxm-80gb``, or an object with its figures.
-        model: name of a preset, which the server plans in place of the module; the module is then not traced. None:
-            the module is planned.
+        model: name of a preset, or ``{"hf_config": {...}}``. The server plans it in place of the module, which is then
+            not traced. None: the module is planned.
         example_inputs: arguments of one call with the global batch; None: made from the module's Hugging Face config.
         tp_plan: the expert plan for "tensor-parallel"; None takes the module's own.
         timeout_s: seconds for all requests of a plan together; None: no limit.
@@ -53,7 +65,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         token: str | None = None,
         *,
         cluster: str | dict[str, Any],
-        model: str | None = None,
+        model: str | dict[str, Any] | None = None,
         example_inputs: GivenInputs = None,
         tp_plan: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -85,7 +97,52 @@ class RemoteShardingPlanner(ShardingPlanner):
             RemotePlanningError: the server gave no plan for another reason; the message says which.
             RunError: the server's plan does not run as planned here.
         """
-        model = self._model if self._model is not None else {"graph": self._graph(module)}
+        request = {"model": self._model_of(module, self._request), **self._request}
+        plan = ShardingPlan.from_dict(self._result("/v1/plans", request, "plan"))
+        # The server had the graph alone; of a preset it has the module, and has verified the plan.
+        return plan if self._model is not None else self._verified(module, plan)
+
+    def compare(self, module: nn.Module, kind: ComparisonKind, **options: Any) -> list[TradeoffRow]:
+        """Return the rows of a comparison of plans for ``module``, each with its plan.
+
+        Args:
+            module: as for `build_plan`. Its plans are not run here.
+            kind: "alternatives", "pareto", "sweep" or "batches", as the commands of the command line.
+            options: members of the kind: ``count`` of alternatives; ``objective``, ``within_s``, ``devices`` and
+                ``price`` of a sweep; ``within_s`` and ``most`` of batches.
+
+        Raises:
+            PlannerError: as `build_plan`.
+        """
+        job = {"phase": "decode", **self._request, "batch": 1} if kind == "batches" else self._request
+        request = {"model": self._model_of(module, job), **self._request}
+        rows = self._result("/v1/comparisons", {"kind": kind, "request": request, **options}, "result")
+        return [_row(row) for row in rows]
+
+    def explain(self, module: nn.Module, plan: ShardingPlan, parameter: str) -> dict[str, Any]:
+        """Return the price of every layout of ``parameter``, as ``shardplan explain --json`` prints it.
+
+        Args:
+            module: a Hugging Face model, whose config is sent. Not used where the planner has a ``model``.
+            plan: a plan for it.
+            parameter: FQN, such as ``lm_head.weight``.
+
+        Raises:
+            ModelError: the module has no config to send.
+            RemotePlanningError: the server gave no explanation; the message says why.
+        """
+        model = self._model if self._model is not None else {"hf_config": _config_of(module)}
+        result: dict[str, Any] = self._result(
+            "/v1/explanations", {"plan": plan.to_dict(), "model": model, "parameter": parameter}, "result"
+        )
+        return result
+
+    def _result(self, path: str, request: dict[str, Any], member: str) -> Any:
+        """Return the result of the job that ``request`` makes under ``path``: the member of its answer.
+
+        Raises:
+            PlannerError: there is none; the message says why.
+        """
         with Connection(
             self._url,
             token=self._token,
@@ -95,13 +152,11 @@ class RemoteShardingPlanner(ShardingPlanner):
         ) as server:
             self._report(ASKING_SERVER)
             key = {"Idempotency-Key": str(uuid.uuid4())}
-            job = server.ask("POST", "/v1/plans", headers=key, json={"model": model, **self._request})
-            job = self._until_ended(server, job)
+            job = server.ask("POST", path, headers=key, json=request)
+            job = self._until_ended(server, f"{path}/{job['id']}", job)
         if job["status"] != "succeeded":
             raise error_from_problem(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])
-        plan = ShardingPlan.from_dict(job["plan"])
-        # The server had the graph alone; of a preset it has the module, and has verified the plan.
-        return plan if self._model is not None else self._verified(module, plan)
+        return job[member]
 
     def _verified(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         """Return ``plan`` with the result of running it here, on fake processes."""
@@ -114,13 +169,16 @@ class RemoteShardingPlanner(ShardingPlanner):
         # The host's time stays that of the server, which could not look for local modules.
         return verified(module, plan, inputs, lambda plan, local: dataclasses.replace(plan, local_modules=local))
 
-    def _graph(self, module: nn.Module) -> dict[str, str]:
+    def _model_of(self, module: nn.Module, options: Mapping[str, Any]) -> str | dict[str, Any]:
+        """Return the model of a request with the members ``options``: the planner's, or the graph of ``module``."""
+        return self._model if self._model is not None else {"graph": self._graph(module, options)}
+
+    def _graph(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
         from planner.graph.trace_module import trace_module
         from planner.run.baselines import micro_batches_for
         from planner.wire.codec import write_graph
 
         self._report(TRACING)
-        options = self._request
         micro_batches = micro_batches_for(str(options.get("planner", "ilp")), options.get("micro_batches"))
         techniques = technique_names(options.get("techniques"))
         traced = trace_module(
@@ -130,6 +188,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             seq=options.get("seq"),
             micro_batches=micro_batches,
             dtype=str(options.get("dtype", "bf16")),
+            phase=options.get("phase", "training"),
             fused_ops="fused-ops" in techniques,
             fused_projections="fused-projections" in techniques,
             opaque_modules=options.get("opaque_modules") or (),
@@ -138,11 +197,10 @@ class RemoteShardingPlanner(ShardingPlanner):
             traced = dataclasses.replace(traced, tp_plan=self._tp_plan)
         return write_graph(traced)
 
-    def _until_ended(self, server: Connection, job: dict[str, Any]) -> dict[str, Any]:
-        path = f"/v1/plans/{job['id']}"
+    def _until_ended(self, server: Connection, path: str, job: dict[str, Any]) -> dict[str, Any]:
         if self._progress is not None and job["status"] in {"queued", "running"}:
             for event in server.events(f"{path}/events"):
-                self._report(event_from_dict(event))
+                self._report(_event(event))
             job = server.ask("GET", path)
         poll_s = _FIRST_POLL_S
         while job["status"] in {"queued", "running"}:
@@ -154,3 +212,36 @@ class RemoteShardingPlanner(ShardingPlanner):
     def _report(self, event: ProgressEvent) -> None:
         if self._progress is not None:
             self._progress(event)
+
+
+def _event(document: Mapping[str, Any]) -> ProgressEvent:
+    """Return a server's event; those of a sweep and of batches have the subject that they plan for."""
+    event = event_from_dict(document)
+    return SweepProgress(subject=str(document["subject"]), event=event) if "subject" in document else event
+
+
+def _row(row: Mapping[str, Any]) -> TradeoffRow:
+    """Return a row of the server's comparison."""
+    return TradeoffRow(
+        cluster=row["cluster"],
+        devices=row["devices"],
+        plan=None if row["plan"] is None else ShardingPlan.from_dict(row["plan"]),
+        in_time=row["fits"] is not None,
+        is_best=row["best"],
+        price=row["price"],
+        batch=row.get("batch"),
+    )
+
+
+def _config_of(module: nn.Module) -> dict[str, Any]:
+    """Return the Hugging Face config of ``module`` as JSON data.
+
+    Raises:
+        ModelError: it has none.
+    """
+    config = getattr(module, "config", None)
+    if not hasattr(config, "to_json_string"):
+        advice = "Explain the plan where the module is: planner.explain(module, plan, parameter)."
+        raise ModelError(f"{type(module).__name__} has no Hugging Face config to send.", what_to_do=advice)
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values

@@ -68,6 +68,7 @@ class Connection:
     ) -> None:
         self.url = url.rstrip("/")
         self.job_id: str | None = None
+        self._jobs = ""
         self._timeout_s = timeout_s
         self._retries = retries
         self._clock = clock
@@ -90,6 +91,7 @@ class Connection:
         Raises:
             RemotePlanningError: the server is unreachable, refuses, or is no shardplan server.
         """
+        self._jobs = path if method == "POST" else self._jobs
         for attempt in range(self._retries + 1):
             last = attempt == self._retries
             try:
@@ -141,9 +143,9 @@ class Connection:
 
     def _too_late(self, reason: str) -> RemotePlanningError:
         job = "no job was made" if self.job_id is None else f"job {self.job_id}"
-        advice = "Ask again." if self.job_id is None else f"The job goes on: GET {self.url}/v1/plans/{self.job_id}."
+        advice = "Ask again." if self.job_id is None else f"The job goes on: GET {self.url}{self._jobs}/{self.job_id}."
         return RemotePlanningError(
-            f"{self.url} had no plan after {self._timeout_s:g} s ({job}; {reason}).",
+            f"{self.url} had no answer after {self._timeout_s:g} s ({job}; {reason}).",
             what_to_do=advice,
             job_id=self.job_id,
         )
@@ -163,7 +165,8 @@ class Connection:
             raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id) from error
         if response.is_error:
             raise error_from_problem(answer if isinstance(answer, dict) else {}, self.job_id)
-        if not isinstance(answer, dict) or not {"id", "status", "plan", "error"} <= set(answer):
+        members = set(answer) if isinstance(answer, dict) else set()
+        if not {"id", "status", "error"} <= members or not {"plan", "result"} & members:
             detail = f"{self.url} answered with something else than a job."
             raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id)
         self.job_id = str(answer["id"])

@@ -78,16 +78,23 @@ def submit(client: TestClient, headers: dict[str, str], **change: Any) -> Any:
 
 
 WAYS = [
-    ("GET", "/v1/plans", "read"),
-    ("GET", "/v1/plans/" + "0" * 32, "read"),
-    ("GET", "/v1/plans/" + "0" * 32 + "/events", "read"),
+    *(
+        (method, f"/v1/{jobs}{path}", scope)
+        for jobs in ("plans", "comparisons", "explanations")
+        for method, path, scope in (
+            ("GET", "", "read"),
+            ("GET", "/" + "0" * 32, "read"),
+            ("GET", "/" + "0" * 32 + "/events", "read"),
+            ("POST", "", "plan"),
+            ("DELETE", "/" + "0" * 32, "plan"),
+        )
+    ),
+    *(("GET", "/v1/plans/" + "0" * 32 + path, "read") for path in ("/view", "/request", "/trace", "/report")),
     ("GET", "/v1/models", "read"),
     ("GET", "/v1/clusters", "read"),
     ("GET", "/metrics", "read"),
     ("POST", "/v1/estimates", "read"),
     ("POST", "/v1/plans/diff", "read"),
-    ("POST", "/v1/plans", "plan"),
-    ("DELETE", "/v1/plans/" + "0" * 32, "plan"),
 ]
 
 

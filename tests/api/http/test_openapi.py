@@ -28,7 +28,8 @@ CHECKS = (
 )
 CAN_BE = {"model": "gpt2", "cluster": "1x4xtoy", "mesh": "tp=4"}
 PLAN = {"format_version": 1, "mesh": {"names": ["dp"], "shape": [4], "device": "cuda"}}
-ROUTES = 16
+CAN_BE_EXPLAINED = {"plan": {**PLAN, "cluster": {"device": "toy", "devices_per_node": 4}}, "model": "gpt2"}
+ROUTES = 26
 IN_CI, ALL = 8, 500
 """Cases for each of the routes that take any input."""
 
@@ -53,6 +54,10 @@ def described(idle_server: Server) -> Any:
             return body
         if "left" in body:
             return {"left": PLAN, "right": PLAN}
+        if "parameter" in body:
+            return {**body, **CAN_BE_EXPLAINED}
+        if isinstance(body.get("request"), dict):
+            return {"kind": body.get("kind"), "request": {"model": "gpt2", "cluster": "1x4xtoy"}}
         kept = {name: value for name, value in body.items() if name not in {"ac", "schedule", "optimizer", "pins"}}
         return {**kept, **CAN_BE} if "cluster" in body else body
 

@@ -242,6 +242,18 @@ def test_limits_on_waiting_jobs(database: Database) -> None:
         store.add("d", {}, owner="z")
 
 
+def test_jobs_of_each_kind_are_listed_apart(store: JobStore) -> None:
+    plan = store.add("a", {"model": "a"})
+    front = store.add("b", {"kind": "pareto", "request": {}})
+    assert [job.kind for job in store.page(owner="")] == ["pareto", "plan"]
+    assert [job.id for job in store.page(owner="", kinds=("plan",))] == [plan.id]
+    assert [job.id for job in store.page(owner="", kinds=("alternatives", "pareto"))] == [front.id]
+    for _ in range(2):
+        store.succeed(claimed(store), [{"mesh": "dp=4"}])
+    after = read_again(store, front)
+    assert (after.result_json, after.plan) == ('[{"mesh": "dp=4"}]', None), "its result is no plan"
+
+
 def test_pages_go_from_the_newest_to_the_oldest(store: JobStore) -> None:
     ids = [store.add(name, {}, owner="x").id for name in "abcde"]
     store.add("f", {}, owner="y")
@@ -349,11 +361,34 @@ def test_jobs_of_the_first_version_are_kept(tmp_path: Path) -> None:
     store = JobStore(database)
     done = store.get("a" * 32)
     assert done is not None
-    assert (done.status, done.plan, done.owner) == ("succeeded", {"mesh": 1}, "")
+    assert (done.status, done.kind, done.plan, done.owner) == ("succeeded", "plan", {"mesh": 1}, "")
     assert store.waiting() == ["b" * 32], "what ran was interrupted"
     assert store.add("fa", {}).id == done.id
     database.close()
 
+
+def test_jobs_of_the_second_version_are_plans_and_its_servers_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.sqlite3"
+    database = Database(f"sqlite:///{file}")
+    database.migrate()
+    with database.write() as connection:
+        connection.exec_driver_sql("ALTER TABLE jobs DROP COLUMN kind")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'v0002'")
+        connection.exec_driver_sql(SECOND_VERSION.format(id="a" * 32, fingerprint="fa"))
+    with pytest.raises(JobError, match="version v0002, not v0003"):
+        database.check()
+    database.migrate()
+    database.check()
+    with database.write() as connection:  # a server of the second version that still runs
+        connection.exec_driver_sql(SECOND_VERSION.format(id="b" * 32, fingerprint="fb"))
+    assert [(job.id, job.kind) for job in JobStore(database).page(owner="")] == [("b" * 32, "plan"), ("a" * 32, "plan")]
+    database.close()
+
+
+SECOND_VERSION = """
+INSERT INTO jobs (id, owner, fingerprint, status, request, label, attempt, deaths, queued_at)
+VALUES ('{id}', '', '{fingerprint}', 'queued', '{{}}', '', 0, 0, 1.0)
+"""
 
 FIRST_VERSION = """
 CREATE TABLE jobs (

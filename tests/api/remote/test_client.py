@@ -131,7 +131,7 @@ def test_timeout_names_the_job_that_goes_on() -> None:
     server, time = Server([job(), httpx2.ConnectError("refused")]), Time()
     connection = connect(server, time, timeout_s=2.0, retries=50)
     connection.ask("POST", "/v1/plans", json={})
-    with pytest.raises(RemotePlanningError, match=r"had no plan after 2 s \(job j1; refused\)") as caught:
+    with pytest.raises(RemotePlanningError, match=r"had no answer after 2 s \(job j1; refused\)") as caught:
         connection.ask("GET", "/v1/plans/j1")
     assert caught.value.job_id == "j1"
     assert "http://planner/v1/plans/j1" in caught.value.what_to_do
