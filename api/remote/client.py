@@ -97,7 +97,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             RemotePlanningError: the server gave no plan for another reason; the message says which.
             RunError: the server's plan does not run as planned here.
         """
-        request = {"model": self._model_of(module, self._request), **self._request}
+        request = {"model": self._model_or_graph(module), **self._request}
         plan = ShardingPlan.from_dict(self._result("/v1/plans", request, "plan"))
         # The server had the graph alone; of a preset it has the module, and has verified the plan.
         return plan if self._model is not None else self._verified(module, plan)
@@ -106,16 +106,16 @@ class RemoteShardingPlanner(ShardingPlanner):
         """Return the rows of a comparison of plans for ``module``, each with its plan.
 
         Args:
-            module: as for `build_plan`. Its plans are not run here.
+            module: as for `build_plan`; for "batches" a Hugging Face model, whose config is sent. No plan is run here.
             kind: "alternatives", "pareto", "sweep" or "batches", as the commands of the command line.
             options: members of the kind: ``count`` of alternatives; ``objective``, ``within_s``, ``devices`` and
                 ``price`` of a sweep; ``within_s`` and ``most`` of batches.
 
         Raises:
-            PlannerError: as `build_plan`.
+            PlannerError: as `build_plan`. `ModelError`: the module has no config, and batches are compared.
         """
-        job = {"phase": "decode", **self._request, "batch": 1} if kind == "batches" else self._request
-        request = {"model": self._model_of(module, job), **self._request}
+        model = self._model_or_config(module) if kind == "batches" else self._model_or_graph(module)
+        request = {"model": model, **self._request}
         rows = self._result("/v1/comparisons", {"kind": kind, "request": request, **options}, "result")
         return [_row(row) for row in rows]
 
@@ -131,10 +131,8 @@ class RemoteShardingPlanner(ShardingPlanner):
             ModelError: the module has no config to send.
             RemotePlanningError: the server gave no explanation; the message says why.
         """
-        model = self._model if self._model is not None else {"hf_config": _config_of(module)}
-        result: dict[str, Any] = self._result(
-            "/v1/explanations", {"plan": plan.to_dict(), "model": model, "parameter": parameter}, "result"
-        )
+        request = {"plan": plan.to_dict(), "model": self._model_or_config(module), "parameter": parameter}
+        result: dict[str, Any] = self._result("/v1/explanations", request, "result")
         return result
 
     def _result(self, path: str, request: dict[str, Any], member: str) -> Any:
@@ -169,16 +167,31 @@ class RemoteShardingPlanner(ShardingPlanner):
         # The host's time stays that of the server, which could not look for local modules.
         return verified(module, plan, inputs, lambda plan, local: dataclasses.replace(plan, local_modules=local))
 
-    def _model_of(self, module: nn.Module, options: Mapping[str, Any]) -> str | dict[str, Any]:
-        """Return the model of a request with the members ``options``: the planner's, or the graph of ``module``."""
-        return self._model if self._model is not None else {"graph": self._graph(module, options)}
+    def _model_or_graph(self, module: nn.Module) -> str | dict[str, Any]:
+        """Return the planner's model, or the graph of ``module``."""
+        return self._model if self._model is not None else {"graph": self._graph(module)}
 
-    def _graph(self, module: nn.Module, options: Mapping[str, Any]) -> dict[str, str]:
+    def _model_or_config(self, module: nn.Module) -> str | dict[str, Any]:
+        """Return the planner's model, or the Hugging Face config of ``module``.
+
+        Raises:
+            ModelError: there is neither.
+        """
+        if self._model is not None:
+            return self._model
+        config = getattr(module, "config", None)
+        if not hasattr(config, "to_json_string"):
+            detail = f"{type(module).__name__} has no Hugging Face config to send."
+            raise ModelError(detail, what_to_do="Name the model, or call planner.tradeoffs.batches or planner.explain here.")
+        return {"hf_config": json.loads(config.to_json_string(use_diff=False))}
+
+    def _graph(self, module: nn.Module) -> dict[str, str]:
         from planner.graph.trace_module import trace_module
         from planner.run.baselines import micro_batches_for
         from planner.wire.codec import write_graph
 
         self._report(TRACING)
+        options = self._request
         micro_batches = micro_batches_for(str(options.get("planner", "ilp")), options.get("micro_batches"))
         techniques = technique_names(options.get("techniques"))
         traced = trace_module(
@@ -188,7 +201,6 @@ class RemoteShardingPlanner(ShardingPlanner):
             seq=options.get("seq"),
             micro_batches=micro_batches,
             dtype=str(options.get("dtype", "bf16")),
-            phase=options.get("phase", "training"),
             fused_ops="fused-ops" in techniques,
             fused_projections="fused-projections" in techniques,
             opaque_modules=options.get("opaque_modules") or (),
@@ -231,17 +243,3 @@ def _row(row: Mapping[str, Any]) -> TradeoffRow:
         price=row["price"],
         batch=row.get("batch"),
     )
-
-
-def _config_of(module: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face config of ``module`` as JSON data.
-
-    Raises:
-        ModelError: it has none.
-    """
-    config = getattr(module, "config", None)
-    if not hasattr(config, "to_json_string"):
-        advice = "Explain the plan where the module is: planner.explain(module, plan, parameter)."
-        raise ModelError(f"{type(module).__name__} has no Hugging Face config to send.", what_to_do=advice)
-    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return values

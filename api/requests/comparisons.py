@@ -149,6 +149,9 @@ def _check_options(comparison: Comparison) -> None:
         if request.spec.phase == "training":
             advice = "Choose prefill or decode; for training, sweep compares numbers of devices."
             raise JobError("batches are compared for inference.", what_to_do=advice, field="phase")
+        if request.graph is not None:
+            advice = "Name a preset or a Hugging Face config."
+            raise JobError("batches are not compared for a graph, which is a training step's.", what_to_do=advice)
     else:
         refused = set(NOT_OF_COMPARISONS[comparison.kind])
     for name, field in PlanRequest.model_fields.items():

@@ -217,3 +217,48 @@ def test_module_that_cannot_be_traced_is_not_sent() -> None:
     with pytest.raises(ModelError, match="has no config that describes its inputs"):
         planner(server, model=None).build_plan(nn.Linear(2, 2))
     assert server.asked == []
+
+
+def test_a_comparison_sends_its_kind_and_gives_rows(hand_written_plan: ShardingPlan) -> None:
+    row = {"cluster": "1x4xtoy", "devices": 4, "fits": True, "best": True, "price": 0.5, "step_time_s": 0.5}
+    rows = [{**row, "plan": hand_written_plan.to_dict()}, {**row, "fits": None, "best": False, "plan": None}]
+    done = httpx2.Response(200, json={"id": "j1", "status": "succeeded", "result": rows, "error": None})
+    server = Server([done])
+    found = planner(server, mesh=None).compare(nn.Identity(), "sweep", devices=[2, 4], price=3.6)
+    assert [(row.plan, row.in_time, row.is_best) for row in found] == [
+        (hand_written_plan, True, True),
+        (None, False, False),
+    ]
+    assert server.asked[0].url.path == "/v1/comparisons"
+    request = {"model": "gpt2", "cluster": "1x4xtoy"}
+    assert json.loads(server.asked[0].content) == {
+        "kind": "sweep",
+        "request": request,
+        "devices": [2, 4],
+        "price": 3.6,
+    }
+
+
+def test_timeout_of_a_comparison_names_where_it_is_read() -> None:
+    server = Server([httpx2.Response(202, json={"id": "j1", "status": "running", "result": None, "error": None})])
+    with pytest.raises(RemotePlanningError) as caught:
+        planner(server, timeout_s=0.02).compare(nn.Identity(), "pareto")
+    assert "GET http://planner/v1/comparisons/j1" in caught.value.what_to_do
+
+
+def test_events_of_a_sweep_name_their_subject() -> None:
+    lines = ['data: {"stage": "tracing"}', 'data: {"stage": "relaxing", "subject": "1x2xtoy"}']
+    ended = httpx2.Response(200, json={"id": "j1", "status": "cancelled", "result": None, "error": None})
+    running = httpx2.Response(202, json={"id": "j1", "status": "running", "result": None, "error": None})
+    said: list[ProgressEvent] = []
+    server = Server([running, httpx2.Response(200, text="\n\n".join([*lines, ""])), ended])
+    with pytest.raises(RemotePlanningError, match="was cancelled"):
+        planner(server, progress=said.append).compare(nn.Identity(), "sweep")
+    assert list(map(str, said)) == ["asking the server", "tracing", "1x2xtoy: relaxing"]
+
+
+def test_a_module_without_a_config_is_explained_where_it_is(hand_written_plan: ShardingPlan) -> None:
+    server = Server([job()])
+    with pytest.raises(ModelError, match=r"Linear has no Hugging Face config to send"):
+        planner(server, model=None).explain(nn.Linear(2, 2), hand_written_plan, "weight")
+    assert server.asked == []

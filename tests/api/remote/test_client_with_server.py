@@ -14,12 +14,15 @@ from support.serving import Server
 from torch import nn
 
 from api.remote.client import RemotePlanningError, RemoteShardingPlanner
+from api.render.explanation import explanation_dict
 from api.requests.model_configs import read_preset
 from api.requests.model_registry import load_model
 from planner import build_plan
+from planner.explanation import explain
 from planner.graph.trace_module import trace_module
 from planner.plan.sharding_plan import ShardingPlan
-from planner.progress import ASKING_SERVER, TRACING, ProgressEvent
+from planner.progress import ASKING_SERVER, TRACING, ProgressEvent, SweepProgress
+from planner.tradeoffs import sweep
 from planner.wire.codec import write_graph
 from planner.wire.document import text_of
 
@@ -155,3 +158,47 @@ def test_server_names_what_it_refuses(server: Server) -> None:
     module, inputs = private()
     with pytest.raises(RemotePlanningError, match="unknown device 'toi'"):
         RemoteShardingPlanner(server.url, example_inputs=inputs, cluster="1x4xtoi").build_plan(module)
+
+
+def test_a_private_module_is_compared_as_it_is_here(server: Server) -> None:
+    module, inputs = private()
+    said: list[ProgressEvent] = []
+    options: dict[str, Any] = {**JOB, "micro_batches": 1}
+    remote = RemoteShardingPlanner(server.url, example_inputs=inputs, progress=said.append, **options)
+    rows = remote.compare(module, "sweep", devices=[1, 2])
+    traced = trace_module(module, example_inputs=inputs, micro_batches=1, dtype="fp32")
+    sizes = sweep(traced, counts=[1, 2], **options)
+    assert [(row.cluster, row.devices) for row in rows] == [("1x1xtoy", 1), ("1x2xtoy", 2)]
+    for row, size in zip(rows, sizes, strict=True):
+        assert row.plan is not None
+        assert size.plan is not None
+        assert json.loads(without_timings(row.plan)) == json.loads(without_timings(size.plan))
+    assert sum(row.is_best for row in rows) == 1
+    assert {event.subject for event in said if isinstance(event, SweepProgress)} == {"1x1xtoy", "1x2xtoy"}
+
+
+def test_batches_are_compared_for_the_config_of_a_module(server: Server) -> None:
+    remote = RemoteShardingPlanner(server.url, **JOB, mesh="dp=4", seq=16)
+    rows = remote.compare(shrunk_preset(), "batches", most=2)
+    assert [row.batch for row in rows] == [1, 2]
+    assert all(row.plan is not None and row.plan.job.phase == "decode" for row in rows)
+    graph = {"graph": graph_of()}
+    body = {"kind": "batches", "request": {"model": graph, "cluster": "1x4xtoy", "dtype": "fp32"}}
+    answer = httpx2.post(f"{server.url}/v1/comparisons", json=body, timeout=60)
+    assert (answer.status_code, "not compared for a graph" in answer.json()["detail"]) == (422, True)
+
+
+def test_a_plan_of_a_graph_is_explained_from_the_config_of_its_module(server: Server) -> None:
+    module = shrunk_preset()
+    remote = RemoteShardingPlanner(
+        server.url, **JOB, mesh="dp=2,tp=2", batch=8, seq=32, ac="none", micro_batches=1, planner="data-parallel"
+    )
+    plan = remote.build_plan(module)
+    found = remote.explain(module, plan, "model.norm.weight")
+    assert json.dumps(found) == json.dumps(explanation_dict(explain(module, plan, "model.norm.weight")))
+
+
+def test_a_comparison_that_is_refused_says_why(server: Server) -> None:
+    remote = RemoteShardingPlanner(server.url, model="gpt2", cluster="1x4xtoy", mesh="dp=4", batch=8, seq=8)
+    with pytest.raises(RemotePlanningError, match="mesh is 'dp=4': alternatives does not take it"):
+        remote.compare(nn.Identity(), "alternatives")
