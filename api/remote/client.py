@@ -179,10 +179,11 @@ class RemoteShardingPlanner(ShardingPlanner):
         """
         if self._model is not None:
             return self._model
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if not hasattr(config, "to_json_string"):
             detail = f"{type(module).__name__} has no Hugging Face config to send."
-            raise ModelError(detail, what_to_do="Name the model, or call planner.tradeoffs.batches or planner.explain here.")
+            advice = "Name the model, or call planner.tradeoffs.batches or planner.explain here."
+            raise ModelError(detail, what_to_do=advice)
         return {"hf_config": json.loads(config.to_json_string(use_diff=False))}
 
     def _graph(self, module: nn.Module) -> dict[str, str]:

@@ -19,6 +19,8 @@ REQUEST_TIMEOUT_S = 60.0
 LONGEST_WAIT_S = 300.0
 """Most seconds between two tries, even if the server's ``Retry-After`` asks for more."""
 
+_RESULTS = {"plan", "result"}
+"""Members of a job's answer that may have its result."""
 _BUSY = (429, 502, 503, 504)
 _FIRST_WAIT_S = 0.25
 _LONGEST_OWN_WAIT_S = 8.0
@@ -165,8 +167,7 @@ class Connection:
             raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id) from error
         if response.is_error:
             raise error_from_problem(answer if isinstance(answer, dict) else {}, self.job_id)
-        members = set(answer) if isinstance(answer, dict) else set()
-        if not {"id", "status", "error"} <= members or not {"plan", "result"} & members:
+        if not isinstance(answer, dict) or not {"id", "status", "error"} <= set(answer) or not _RESULTS & set(answer):
             detail = f"{self.url} answered with something else than a job."
             raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id)
         self.job_id = str(answer["id"])

@@ -159,6 +159,19 @@ def test_an_explanation_of_a_parameter_that_is_not_there_fails_and_says_so(
     assert "no parameter 'lm_head.weigh'" in ended["error"]["detail"]
 
 
+def test_a_comparison_that_runs_can_be_cancelled(server: Server) -> None:
+    large = {"model": "llama-3.1-70b", "cluster": "8x8xh100-sxm-80gb", "batch": 64, "seq": 4096}
+    job = post(server, "/v1/comparisons", {"kind": "sweep", "request": large}).json()["id"]
+    address = f"{server.url}/v1/comparisons/{job}"
+    with httpx2.stream("GET", f"{address}/events", timeout=120) as following:
+        assert any('"subject"' in line for line in following.iter_lines())
+        assert httpx2.delete(address).json()["status"] == "cancelled"
+    assert until_ended(server, "/v1/comparisons", job)["status"] == "cancelled"
+    too_small = {"kind": "pareto", "request": {**TINY_REQUEST, "memory_gb": 1e-6}}
+    after = until_ended(server, "/v1/comparisons", post(server, "/v1/comparisons", too_small).json()["id"])
+    assert (after["status"], after["error"]["title"]) == ("failed", "No plan fits the memory"), "the next job runs"
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., TestClient]]:
     """Start the service in this process, with nobody at work."""
