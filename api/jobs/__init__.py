@@ -4,6 +4,7 @@ the jobs                                    store.JobStore, tables
 the database                                database.Database, migrations
 workers in the server; on other machines    embedded_workers.JobRunner, remote_worker.work
 one job, supervised                         supervisor, solver_process, solve
+comparisons of plans                        comparisons.comparison_rows
 progress events                             events.read_events
 settings                                    settings.ServerSettings
 """
