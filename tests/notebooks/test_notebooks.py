@@ -35,9 +35,7 @@ def test_a_notebook_is_committed_without_outputs(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook(name: str) -> None:
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
-    )
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}})
     # Raises CellExecutionError, with the cell's traceback.
     client.execute()
     ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
