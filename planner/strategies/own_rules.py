@@ -3,6 +3,7 @@
 The executor runs these ops by the same rules (``executor.ops.dispatch``).
 
 `embedding`  DTensor's lookup in a vocabulary-sharded table leaves a replicated gradient of full size.
+`embedding_bag`  DTensor has no rule.
 `conv1d` to `conv3d`, `conv_transpose1d` to `3d`  DTensor refuses most of them, and a batch that is sharded
 on two axes.
 `cross_entropy_loss`  DTensor all-gathers vocabulary-sharded logits, and averages over ranks that ignore different
@@ -79,6 +80,34 @@ def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
             if rule.inputs[1] == R
         ]
     return rules
+
+
+_MAX_BAG = 2
+"""`mode` of ``aten.embedding_bag`` that takes the largest value of each bag."""
+
+
+def _embedding_bag(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
+    """Return the rules of bags without weights: those of a lookup, whose ids are flat, with offsets that are whole."""
+    (by_frequency, mode, sparse), ids, offsets = op.args[3:6], inputs[1], inputs[2]
+    if len(inputs) != 3 or by_frequency or sparse:
+        return None
+    # Bags in [bags, bag] have offsets that torch makes, plain ones. Bags of a caller's offsets are not split.
+    splits_bags = offsets.kind == "plain" and ids.shape[0] % offsets.shape[0] == 0
+    rules = [
+        rule
+        for rule in _embedding(op, inputs[:2])
+        if (splits_bags or rule.inputs[1] != Shard(0)) and (mode != _MAX_BAG or rule.inputs[0] != Shard(0))
+    ]
+    whole = None if offsets.kind == "plain" else R
+    return [
+        AxisRule(
+            inputs=(*rule.inputs, whole),
+            outputs=(*rule.outputs, R, R, R),
+            output_gradients=(*rule.output_gradients, None, None, None),
+            input_gradients=(*rule.input_gradients, None),
+        )
+        for rule in rules
+    ]
 
 
 def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
@@ -298,6 +327,8 @@ def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
 
 _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.embedding.default": _embedding,
+    "aten.embedding_bag.padding_idx": _embedding_bag,
+    "aten.embedding_bag.default": _embedding_bag,
     **{
         f"aten.{name}": _convolution
         for dims in ("1d", "2d", "3d")

@@ -40,6 +40,7 @@ def all_errors(rank: int, plans: dict[str, tuple[str, dict[str, Any]]]) -> dict[
 
 
 RANDOM = (
+    "bags",
     "a child's weight",
     "a sibling's weight",
     "one weight twice",

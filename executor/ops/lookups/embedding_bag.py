@@ -148,7 +148,9 @@ def _bags(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: 
     flat = ids.reshape(-1)
     ends = torch.cat([offsets[1:], offsets.new_tensor([flat.shape[0]])])
     numbers = torch.arange(offsets.shape[0], device=ids.device)
-    return _Bags(ids=flat, bag_of=torch.repeat_interleave(numbers, ends - offsets), offsets=offsets)
+    # The size is given, because on meta nobody can count.
+    bag_of = torch.repeat_interleave(numbers, ends - offsets, output_size=flat.shape[0])
+    return _Bags(ids=flat, bag_of=bag_of, offsets=offsets)
 
 
 def _refused(ids: DTensor, table: DTensor, what: str, advice: str) -> PlanLayoutError:
