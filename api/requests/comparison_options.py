@@ -30,7 +30,7 @@ def check_techniques(techniques: Sequence[str]) -> None:
     if refused:
         advice = "Name those that `shardplan plan` chose." if "auto" in refused else "Leave it out, or use plan."
         raise JobError(
-            f"the techniques {', '.join(refused)} are for one plan, not for a comparison.",
+            f"techniques is {', '.join(refused)}: for one plan, not for a comparison.",
             what_to_do=advice,
             field="techniques",
         )

@@ -91,7 +91,7 @@ def test_former_options_add_to_the_list(seen: list[PlanRequest], options: list[s
         (["plan", "gpt2", *JOB, "--async-tp"], "--no-executable-only"),
         (["plan", "gpt2", *JOB, "--techniques", "flash3"], "toy does not run"),
         (["plan", "gpt2", *JOB, "--attention-kernel"], "--attention-kernel"),
-        (["pareto", "gpt2", *JOB, "--techniques", "auto,zigzag"], "--techniques is auto"),
+        (["pareto", "gpt2", *JOB, "--techniques", "auto,zigzag"], "techniques is auto: for one plan"),
         (["show", "plan.json", "--zigzag"], "No such option"),
     ],
 )

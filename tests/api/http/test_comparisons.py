@@ -214,7 +214,7 @@ def changed(kind: str, own: dict[str, Any] | None = None, **request: Any) -> dic
         (changed("sweep", {"objective": "speed"}), "objective"),
         (changed("pareto", planner="fsdp"), "planner is 'fsdp': pareto does not take it"),
         (changed("pareto", executable_only=False), "executable_only"),
-        (changed("pareto", techniques="auto"), "the techniques auto are for one plan"),
+        (changed("pareto", techniques="auto"), "techniques is auto: for one plan"),
         (changed("pareto", techniques=["heterogeneous-blocks"], executable_only=False), "executable_only"),
         (changed("pareto", cluster="/etc/cluster.yaml"), "reads no files"),
         (changed("pareto", model="/etc/passwd"), "there is no model"),
