@@ -46,9 +46,10 @@ def figures(plan: ShardingPlan, cost: RunCost | None) -> list[str]:
     if plan.estimate is None:
         lines = labelled("step time", "not priced", "`shardplan estimate MODEL PLAN` prices it")
     else:
-        lines = [*_step_time(plan, plan.estimate), *_utilization(plan, plan.estimate)]
-        lines += _memory(plan, plan.estimate)
-    lines += _verified(plan)
+        lines = [*_step_time(plan, plan.estimate), *labelled("MFU", *utilization_texts(plan, plan.estimate))]
+        lines += labelled("memory", *memory_texts(plan, plan.estimate))
+    answer, remark = verified_texts(plan)
+    lines += labelled("verified", f"{answer}{remark and ': '}{remark}")
     return lines + ([] if cost is None else labelled(*run_cost_line(plan, cost)))
 
 
@@ -166,18 +167,20 @@ def _rate(plan: ShardingPlan, estimate: Estimate) -> str:
     return f"{significant(rate)} {unit}/s{each}"
 
 
-def _utilization(plan: ShardingPlan, estimate: Estimate) -> list[str]:
+def utilization_texts(plan: ShardingPlan, estimate: Estimate) -> tuple[str, str]:
+    """Return the MFU, and what binds the step, as text."""
     share = mfu(plan)
     name, part = binding(plan, estimate)
     amount = f"{significant(part, 2)} x the step" if part > 1 else percent(part)
     bound = f"bound by {name} ({amount})" if estimate.step_time_s > 0 else ""
-    return labelled("MFU", "not counted" if share is None else f"{significant(100 * share)} %", bound)
+    return "not counted" if share is None else f"{significant(100 * share)} %", bound
 
 
-def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
+def memory_texts(plan: ShardingPlan, estimate: Estimate) -> tuple[str, str]:
+    """Return the peak of the device's memory, and what stays free, as text."""
     cluster, peak, cap = cluster_of(plan), estimate.peak_memory_bytes, plan.job.memory_bytes
     if cluster is None:
-        return labelled("memory", size(peak) + ("" if cap is None else f" of {size(cap)} allowed"))
+        return size(peak) + ("" if cap is None else f" of {size(cap)} allowed"), ""
     capacity = cluster.memory_bytes
     free = max(capacity - peak, 0) / capacity
     remark = f"{percent(free)} free"
@@ -185,18 +188,16 @@ def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
         remark += f", {size(cap)} allowed"
     elif plan.job.headroom > 0 and _keeps_headroom(plan, estimate, cluster):
         remark += f", headroom of {percent(plan.job.headroom)} kept"
-    return labelled("memory", f"{size(peak)} of {size(capacity)}", remark)
+    return f"{size(peak)} of {size(capacity)}", remark
 
 
-def _verified(plan: ShardingPlan) -> list[str]:
+def verified_texts(plan: ShardingPlan) -> tuple[str, str]:
+    """Return whether the plan was run on fake processes ("yes", "no" or "not yet"), and a remark, as text."""
     verification = plan.verification
-    if verification is None and (plan.pipeline is not None or plan.job.async_tp):
-        return labelled("verified", "no: such a plan is priced, not run")
     if verification is None:
-        return labelled("verified", "not yet: `shardplan verify` does")
+        is_priced_only = plan.pipeline is not None or plan.job.async_tp
+        return ("no", "such a plan is priced, not run") if is_priced_only else ("not yet", "`shardplan verify` does")
+    if verification.outcome != "as-planned":
+        return "no", verification.reason or ""
     kinds = f"{verification.kinds} kind{'' if verification.kinds == 1 else 's'} of collectives"
-    run = f"{kinds} run{'s' if verification.kinds == 1 else ''} as planned"
-    reason = "" if verification.reason is None else f" ({verification.reason})"
-    if verification.outcome == "as-planned":
-        return labelled("verified", f"yes: {run}")
-    return labelled("verified", f"no{reason}")
+    return "yes", f"{kinds} run{'s' if verification.kinds == 1 else ''} as planned"

@@ -19,3 +19,11 @@ def colours() -> dict[str, str]:
 def colour(kind: str, name: str) -> str:
     """Return the colour of a name of a kind: "axis", "memory" or "time"; grey for a name that has none."""
     return colours().get(f"{kind}-{name}", colours()["time-other"])
+
+
+_PARTS = {"exposed communication": "exposed", "bubble": "idle"}
+
+
+def part_colour(name: str) -> str:
+    """Return the colour of a part of a step's time, as `plan_view` names it."""
+    return colour("time", _PARTS.get(name, name))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from api.render.plan import role_label
 from api.render.text import duration, size
-from api.view.colours import colour
+from api.view.colours import colour, part_colour
 from api.view.plan_view import plan_view
 from planner.errors import PlanError
 from planner.plan.sharding_plan import ShardingPlan
 
 FORMATS = ("png", "svg")
-
-_PARTS = {"exposed communication": "exposed", "bubble": "idle"}
-"""Part of the time -> the name of its colour, where that differs."""
 
 
 def write_figures(plan: ShardingPlan, folder: Path, kind: str) -> list[Path]:
@@ -52,7 +49,7 @@ def write_figures(plan: ShardingPlan, folder: Path, kind: str) -> list[Path]:
     return files
 
 
-def _figures(view: Mapping[str, Any]) -> Iterator[tuple[str, float, Any]]:
+def _figures(view: Mapping[str, Any]) -> Iterator[tuple[str, float, Callable[[Any, Mapping[str, Any]], None]]]:
     """Yield (name, height in inches, function that draws) of each figure that a plan has."""
     yield "memory", 1.9, _memory
     yield "time", 1.9, _time
@@ -79,7 +76,7 @@ def _time(axes: Any, view: Mapping[str, Any]) -> None:
     parts = view["time"]["parts"]
     _stacked(
         axes,
-        [(each["name"], each["seconds"], colour("time", _PARTS.get(each["name"], each["name"]))) for each in parts],
+        [(each["name"], each["seconds"], part_colour(each["name"])) for each in parts],
     )
     axes.set_xlabel("seconds of a step")
     hidden = duration(view["time"]["overlapped_s"])

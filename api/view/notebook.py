@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from api.render.text import duration, size
-from api.view.colours import colour
+from api.view.colours import colour, part_colour
 from api.view.plan_view import plan_view
 from planner.plan.sharding_plan import ShardingPlan
 
 _WIDTH, _HEIGHT = 640, 22
-_PARTS = {"exposed communication": "exposed", "bubble": "idle"}
 
 
 def plan_html(plan: ShardingPlan) -> str:
@@ -33,10 +32,7 @@ def _lines(view: Mapping[str, Any]) -> Iterator[str]:
         rows = [(each["label"], each["bytes"], colour("memory", each["role"])) for each in memory["roles"]]
         yield _bar("Memory of a device", rows, whole, size)
     if time is not None:
-        parts = [
-            (each["name"], each["seconds"], colour("time", _PARTS.get(each["name"], each["name"])))
-            for each in time["parts"]
-        ]
+        parts = [(each["name"], each["seconds"], part_colour(each["name"])) for each in time["parts"]]
         yield _bar("Time of a step", parts, time["step_s"], duration)
     layouts = [(each["name"], ", ".join(each["stored"]), ", ".join(each["computed"])) for each in view["parameters"]]
     if layouts:

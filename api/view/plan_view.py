@@ -7,10 +7,10 @@ from typing import Any
 
 from api.render.axis_roles import axis_sentences
 from api.render.comparison import NAMES, baseline_verdict, gap_text
-from api.render.headline import binding, headline, mfu, warning_texts
+from api.render.headline import headline, memory_texts, mfu, utilization_texts, verified_texts, warning_texts
 from api.render.plan import MEMORY_NOTES, role_label
 from api.render.run_cost import cluster_of, device_word
-from api.render.text import duration, percent, significant, size
+from api.render.text import duration, percent, significant
 from api.view.timeline import Timeline, step_timeline
 from cost_model.layouts.layout import Layout, format_layout
 from planner.plan.axis_roles import axis_uses, weight_layouts
@@ -131,27 +131,12 @@ def _tiles(plan: ShardingPlan, estimate: Estimate) -> Iterator[Json]:
         each = items / step_s / plan.mesh.size
         note = f"per {device_word(cluster)}; {significant(items / step_s)} in all"
         yield _tile("Throughput", f"{significant(each)} {unit}/s", note, each)
-    share = mfu(plan)
-    name, part = binding(plan, estimate)
-    amount = f"{significant(part, 2)} x the step" if part > 1 else percent(part)
-    text = "not counted" if share is None else f"{significant(100 * share)} %"
-    yield _tile("MFU", text, f"bound by {name} ({amount})" if step_s > 0 else "", share)
-    peak = estimate.peak_memory_bytes
-    if cluster is None:
-        yield _tile("Memory", size(peak), "per device", peak)
-    else:
-        free = max(cluster.memory_bytes - peak, 0) / cluster.memory_bytes
-        yield _tile("Memory", f"{size(peak)} of {size(cluster.memory_bytes)}", f"{percent(free)} free", peak)
+    yield _tile("MFU", *utilization_texts(plan, estimate), mfu(plan))
+    yield _tile("Memory", *memory_texts(plan, estimate), estimate.peak_memory_bytes)
     if plan.solver is not None and plan.solver.gap is not None and plan.solver.bound_s is not None:
         bound = f"no plan takes less than {duration(plan.solver.bound_s)}"
-        yield _tile("Gap", f"{gap_text(plan.solver)}", bound, plan.solver.gap)
-    verification = plan.verification
-    if verification is None:
-        yield _tile("Verified", "no", "not run yet", None)
-    else:
-        ran = verification.outcome == "as-planned"
-        note = f"{verification.kinds} kinds of collectives run as planned" if ran else verification.reason or "not run"
-        yield _tile("Verified", "yes" if ran else "no", note, None)
+        yield _tile("Gap", gap_text(plan.solver), bound, plan.solver.gap)
+    yield _tile("Verified", *verified_texts(plan), None)
 
 
 def _tile(label: str, value: str, note: str, number: float | None) -> Json:

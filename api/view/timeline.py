@@ -102,7 +102,7 @@ class _Drawer:
     most_events: int
     events: list[Event] = field(default_factory=list)
     tracks: list[Track] = field(default_factory=list)
-    waiting: list[tuple[float, Event]] = field(default_factory=list)
+    waiting: list[Event] = field(default_factory=list)
     kernels: list[tuple[float, float]] = field(default_factory=list)
 
     def draw(self) -> Timeline:
@@ -115,8 +115,8 @@ class _Drawer:
         own = sorted((each for each in all_passes if each.stage == stage), key=lambda each: each.start_s)
         for each in own:
             self._pass(each)
-        after_s = self._after(own)
-        self._idle(after_s)
+        self._after()
+        self._idle()
         self._communication(estimate.step_time_s)
         if plan.pipeline is not None:
             self._stages(all_passes, len(plan.pipeline.stages))
@@ -173,10 +173,9 @@ class _Drawer:
             return [slack_s / len(weights)] * len(weights)
         return [slack_s * weight / whole for weight in weights]
 
-    def _after(self, own: Sequence[Pass]) -> float:
-        """Draw what follows all passes: exposed reductions, then the optimizer; return when the passes ended."""
+    def _after(self) -> None:
+        """Draw what follows all passes: exposed reductions, then the optimizer."""
         estimate = self.estimate
-        ended_s = max((each.start_s + each.duration_s for each in own), default=0.0)
         update_s = estimate.step_time_s - estimate.optimizer_s
         if estimate.grad_reduce_s > 0:
             start_s = update_s - estimate.grad_reduce_s
@@ -184,9 +183,8 @@ class _Drawer:
             self._add(0, start_s, estimate.grad_reduce_s, label, "exposed")
         if estimate.optimizer_s > 0:
             self._add(0, update_s, estimate.optimizer_s, "optimizer's update", "optimizer")
-        return ended_s
 
-    def _idle(self, ended_s: float) -> None:
+    def _idle(self) -> None:
         """Fill the gaps of the compute track of a pipeline's stage."""
         if self.plan.pipeline is None:
             return
@@ -215,12 +213,12 @@ class _Drawer:
             track = next(i for i, track in enumerate(self.tracks) if track.axis == collective.axis)
             label = f"{collective.kind} of {name}, {collective.phase.replace('_', ' ')}"
             event = Event(track, at_s, duration_s, label, "exposed", number, block, each.micro_batch, collective)
-            self.waiting.append((at_s, event))
+            self.waiting.append(event)
 
     def _communication(self, step_s: float) -> None:
         """Draw the queued collectives: each axis runs one at a time, in order, and is done when the step ends."""
         by_track: dict[int, list[Event]] = defaultdict(list)
-        for _, event in sorted(self.waiting, key=lambda pair: pair[0]):
+        for event in sorted(self.waiting, key=lambda event: event.start_s):
             by_track[event.track].append(event)
         for queue in by_track.values():
             starts, free_s = [], 0.0

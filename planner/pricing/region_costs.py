@@ -102,15 +102,13 @@ class RegionPricer:
         prices = list(self._pipeline_messages(region, strategy, count))
         calls = count * self._run.passes
         for region_op, *sums in zip(region.ops, autograd_sums, gemm_sums, strict=True):
-            forward_s, backward_s = self.op_time(region, region_op, strategy)
-            has_gemm = self._profile.ops[region_op.op.name].flops > 0
+            forward_s, backward_s = self.op_time(region, region_op, strategy, checkpointing)
             cache_nbytes = self._memory.kv_cache_nbytes(region, region_op, strategy)
             if cache_nbytes:
                 charge[persistent("kv_cache")] += count * cache_nbytes
             charge[FORWARD.compute] += calls * forward_s
             if self._run.job.training:
-                recomputes = checkpointing == "full" or (checkpointing == "selective" and not has_gemm)
-                charge[BACKWARD.compute] += calls * (backward_s + (forward_s if recomputes else 0.0))
+                charge[BACKWARD.compute] += calls * backward_s
                 sums_s = self._gradient_sums_s(region, region_op, strategy, *sums)
                 charge[BACKWARD.compute] += self._run.passes * sums_s
             key = _layouts_of(region_op, strategy), calls, checkpointing
@@ -126,8 +124,19 @@ class RegionPricer:
 
     # --- compute -------------------------------------------------------------------------------------------------
 
-    def op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
-        """Return the seconds of one op on one device's shards."""
+    def op_time(
+        self, region: Region, region_op: RegionOp, strategy: Strategy, checkpointing: CheckpointingMode | None
+    ) -> OpTime:
+        """Return the seconds of one op on one device's shards; in the backward, with those of its recomputation."""
+        time = self._op_time(region, region_op, strategy)
+        if checkpointing is None:
+            return time
+        has_gemm = self._profile.ops[region_op.op.name].flops > 0
+        recomputes = checkpointing == "full" or not has_gemm
+        return OpTime(time.forward_s, time.backward_s + (time.forward_s if recomputes else 0.0))
+
+    def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
+        """Return the seconds of one op on one device's shards, without recomputation."""
         key = _layouts_of(region_op, strategy)
         if key not in self._times:
             self._times[key] = self._computed_op_time(region, region_op, strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,18 +14,12 @@ from planner.formulation.formulate import Formulator
 from planner.ilp.quantities import BACKWARD, FORWARD, Charge, Kind, PhaseQuantities
 from planner.ilp.step_cost import live_bytes
 from planner.liveness.structure import EdgeKey, Structure
-from planner.plan.estimate import (
-    Breakdown,
-    MemoryPoint,
-    OpCost,
-    ParameterBytes,
-    RedistributionCost,
-    SectionCost,
-)
+from planner.plan.estimate import Breakdown, MemoryPoint, OpCost, ParameterBytes, RedistributionCost, SectionCost
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.patterns import match_keys
 from planner.pricing.op_times import OpTime
 from planner.pricing.price import Collective, Price, add_prices
+from planner.strategies.local_ops import packet_name
 from planner.writing.fqn_entries import fold_names
 from planner.writing.sections import Section, SectionShares, find_sections
 
@@ -96,7 +91,9 @@ class _Writer:
             for number, share in self._in_section.of_item(item):
                 for name, amount in seconds.items():
                     charges[number][name] += self._share * share * amount
-                collectives[number] += [_scaled(each, share) for each in item.price.collectives]
+                collectives[number] += [
+                    dataclasses.replace(each, count=each.count * share) for each in item.price.collectives
+                ]
         for section, charge, own in zip(self._sections, charges, collectives, strict=True):
             yield SectionCost(
                 module=self._pattern(section.modules),
@@ -137,7 +134,7 @@ class _Writer:
             made = (self._op_index.get((number, makers.get(name, ""))) for name in op.inputs)
             yield OpCost(
                 section=number,
-                op=short_op_name(op.target_name),
+                op=packet_name(op) or op.target_name,
                 module=self._module_pattern(section, regions.graph.calls[op.call].fqn),
                 flops=profile.flops,
                 nbytes=profile.nbytes,
@@ -156,20 +153,15 @@ class _Writer:
 
     def _op_time(self, region_index: int, op_name: str) -> OpTime:
         """Return the seconds of one call of an op under the decision, with its recomputation in the backward."""
-        structure, job = self._structure, self._run.job
+        structure = self._structure
         region = structure.regions.regions[region_index]
         region_class = structure.regions.class_of[region_index]
         representative = structure.representative(region_class)
         place = next(place for place, each in enumerate(region.ops) if each.op.name == op_name)
         region_op = representative.ops[place]
-        strategy = self._decision.strategies[region_class]
-        forward_s, backward_s = self._formulator.pricer.regions.op_time(representative, region_op, strategy)
-        if not job.training:
-            return OpTime(forward_s, 0.0)
-        mode = structure.mode(representative)
-        has_gemm = structure.profile.ops[region_op.op.name].flops > 0
-        recomputes = mode == "full" or (mode == "selective" and not has_gemm)
-        return OpTime(forward_s, backward_s + (forward_s if recomputes else 0.0))
+        strategy, mode = self._decision.strategies[region_class], structure.mode(representative)
+        time = self._formulator.pricer.regions.op_time(representative, region_op, strategy, mode)
+        return time if self._run.job.training else time._replace(backward_s=0.0)
 
     def _redistributions(self, all_items: Sequence[Item]) -> Iterator[RedistributionCost]:
         for item in all_items:
@@ -258,12 +250,6 @@ class _Writer:
         return list(itertools.accumulate(seconds, initial=0.0))
 
 
-def short_op_name(target_name: str) -> str:
-    """Return an op's name without its namespace and overload: ``aten.linear.default`` is "linear"."""
-    parts = target_name.split(".")
-    return parts[1] if len(parts) > 2 else target_name
-
-
 def _seconds(charge: Charge) -> dict[str, float]:
     """Return the seconds of kernels and waits of a charge, by field of `SectionCost`."""
     seconds = dict.fromkeys(("forward_s", "backward_s", "forward_wait_s", "backward_wait_s"), 0.0)
@@ -278,19 +264,6 @@ def _wait_s(charge: Charge, phase: PhaseQuantities) -> float:
     name = phase.compute.phase
     waits = (Kind.SLOWDOWN, Kind.BLOCKING)
     return sum(amount for quantity, amount in charge.items() if quantity.kind in waits and quantity.phase == name)
-
-
-def _scaled(collective: Collective, share: float) -> Collective:
-    if share == 1.0:
-        return collective
-    return Collective(
-        kind=collective.kind,
-        axis=collective.axis,
-        phase=collective.phase,
-        nbytes=collective.nbytes,
-        count=collective.count * share,
-        time_s=collective.time_s,
-    )
 
 
 def _held(total: Charge) -> dict[str, int]:

@@ -26,6 +26,7 @@ from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.writing.block_grouping import plan_groupings
+from planner.writing.breakdown import breakdown
 from planner.writing.fqn_entries import decision_entries
 from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 from planner.writing.notes import fused_ops_note, with_reallgather_note, without_fused_ops_note
@@ -49,6 +50,7 @@ def estimate_plan(
         priced = estimate(plan_contents.formulator, plan_contents.structure, plan_contents.decision)
         modules, device = ModuleNames.from_module(model).modules, plan_contents.run.cluster.device
         priced = with_host_time_of_local_modules(priced, plan_contents.structure, plan, modules, device)
+        by_parts = breakdown(plan_contents.formulator, plan_contents.structure, plan_contents.decision, modules)
     timings = dict(context.clock.spent)
     notes = dict.fromkeys(without_fused_ops_note(plan.notes))
     if plan.job.training and context.returns_no_loss:
@@ -59,7 +61,13 @@ def estimate_plan(
     plan_notes = with_reallgather_note(notes, plan.input_plan, plan.job)
     techniques = plan.techniques if where == plan.cluster else without_gains(plan.techniques)
     return dataclasses.replace(
-        plan, estimate=priced, cluster=where, timings=timings, notes=plan_notes, techniques=techniques
+        plan,
+        estimate=priced,
+        breakdown=by_parts,
+        cluster=where,
+        timings=timings,
+        notes=plan_notes,
+        techniques=techniques,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from planner.formulation.estimate import Item
 from planner.liveness.structure import Structure
@@ -65,15 +65,21 @@ def _runs(structure: Structure) -> list[tuple[str, bool, list[int]]]:
     return runs
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SectionShares:
-    """For each region class, the sections that its regions are in, and the fraction of them there."""
+    """Where prices of region classes and of FSDP groups occur.
+
+    Attributes:
+        of_class: region class -> (section, fraction of its regions there).
+        section_of_block: FQN of a block -> its section.
+    """
 
     of_class: Mapping[int, Sequence[tuple[int, float]]]
-    section_of_block: Mapping[str, int] = field(default_factory=dict)
+    section_of_block: Mapping[str, int]
 
     @classmethod
     def of(cls, structure: Structure, sections: Sequence[Section]) -> SectionShares:
+        """Return the shares of the sections of ``structure``."""
         section_of = {region: number for number, section in enumerate(sections) for region in section.regions}
         # A region without ops only passes tensors on. It counts where the next region in the graph runs.
         followers = {link.producer: link.consumer for link in structure.regions.links}

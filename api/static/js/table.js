@@ -66,18 +66,14 @@ export function table({ title, level = 3, columns, rows, empty = "None.", limit 
   }
 
   draw();
-  return element(
-    "div",
-    { class: "table" },
-    element(
-      "div",
-      { class: "table-head" },
-      heading,
-      copyButton(title, () => csv(columns, rows)),
-    ),
-    scrollRegion(title, element("table", { "aria-label": title }, element("thead", {}, head), body)),
-    more,
-  );
+  const copy = copyButton(title, () => csv(columns, rows));
+  const grid = element("table", { "aria-label": title }, element("thead", {}, head), body);
+  return tableFrame([heading, copy], scrollRegion(title, grid), more);
+}
+
+/** Returns what surrounds a table: a line with its heading and controls, then the table and what belongs to it. */
+export function tableFrame(heading, ...parts) {
+  return element("div", { class: "table" }, element("div", { class: "table-head" }, heading), ...parts);
 }
 
 /** Returns a focusable region in which something wide scrolls. */

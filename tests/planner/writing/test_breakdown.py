@@ -8,7 +8,12 @@ from collections import defaultdict
 
 import pytest
 from support.drawn_plans import KINDS, PIPELINES, drawn_plan
+from support.pipeline_sessions import SLOW
+from support.small_models import TINY_LLAMA
 
+from api.requests.model_registry import load_model, quiet_libraries
+from cost_model import ClusterSpec
+from planner import estimate_plan
 from planner.plan.estimate import Breakdown, Estimate
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -111,3 +116,18 @@ def test_plans_without_a_breakdown_are_read() -> None:
     data = plan.to_dict()
     del data["breakdown"]
     assert ShardingPlan.from_dict(data) == plan
+
+
+def test_a_plan_that_is_priced_on_another_cluster_has_its_breakdown() -> None:
+    plan, _, parts = parts_of("tensor parallel, checkpointed")
+    slower = ClusterSpec.parse(SLOW)
+    with quiet_libraries():
+        module = load_model({"hf_config": TINY_LLAMA}, seq=32).module
+    priced = estimate_plan(module, plan, cluster=slower)
+    assert priced.estimate is not None
+    assert priced.breakdown is not None
+    collectives = [each for section in priced.breakdown.sections for each in section.collectives]
+    assert sum(each.time_s for each in collectives) == pytest.approx(priced.estimate.communication_s)
+    assert sum(each.time_s for each in collectives) > sum(
+        each.time_s for section in parts.sections for each in section.collectives
+    )

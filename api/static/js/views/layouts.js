@@ -3,7 +3,7 @@
 import { axisRoles, axisVariable, css } from "shardplan/colours.js";
 import { element, emptyText, hiddenText } from "shardplan/dom.js";
 import { bytes, placements } from "shardplan/format.js";
-import { copyButton, csv, scrollRegion, table } from "shardplan/table.js";
+import { copyButton, csv, scrollRegion, table, tableFrame } from "shardplan/table.js";
 import { filtered, flattened, moduleTree } from "shardplan/views/module_tree.js";
 
 export const layouts = { name: "layouts", title: "Layouts", draw };
@@ -68,22 +68,13 @@ function parameterTree(view, { formLink }) {
 
   fill();
   const columns = parameterColumns();
-  return element(
-    "div",
-    { class: "table" },
-    element(
-      "div",
-      { class: "table-head" },
-      element("h3", {}, "Parameters"),
-      element("label", { class: "search no-print" }, "Search by name ", search),
-      copyButton("Parameters", () => csv(columns, parameters)),
-    ),
-    found,
-    scrollRegion(
-      "Parameters",
-      element("table", { class: "tree", "aria-label": "Parameters" }, treeHead(view, formLink), body),
-    ),
-  );
+  const heading = [
+    element("h3", {}, "Parameters"),
+    element("label", { class: "search no-print" }, "Search by name ", search),
+    copyButton("Parameters", () => csv(columns, parameters)),
+  ];
+  const grid = element("table", { class: "tree", "aria-label": "Parameters" }, treeHead(view, formLink), body);
+  return tableFrame(heading, found, scrollRegion("Parameters", grid));
 }
 
 function treeHead(view, formLink) {
