@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from cost_model.layouts.layout import Layout, format_layout, split_factor
 from planner.formulation.decision import Decision
@@ -41,6 +42,16 @@ def breakdown(
         rename: FQN in the graph -> FQN in the model, which differ in the stages of a pipeline.
     """
     return _Writer(formulator, structure, decision, modules, rename).write()
+
+
+class _Redistribution(NamedTuple):
+    """What tells one redistribution from another; see `RedistributionCost`."""
+
+    section: int
+    producer: int | None
+    consumer: int | None
+    before: tuple[str, ...]
+    after: tuple[str, ...]
 
 
 class _Writer:
@@ -164,21 +175,19 @@ class _Writer:
         return time if self._run.job.training else time._replace(backward_s=0.0)
 
     def _redistributions(self, all_items: Sequence[Item]) -> Iterator[RedistributionCost]:
+        """Yield the redistributions of a step; those of a recomputed forward are one with the forward's own."""
+        seconds: dict[_Redistribution, float] = defaultdict(float)
         for item in all_items:
             if item.edge is None or item.ports is None:
                 continue
             source, target = item.ports
-            seconds = sum(each.count * each.time_s for each in item.price.collectives)
+            once = sum(each.count * each.time_s for each in item.price.collectives)
             for section, share in self._in_section.of_item(item):
-                producer, consumer = self._ends(section, item.edge)
-                yield RedistributionCost(
-                    section=section,
-                    producer=producer,
-                    consumer=consumer,
-                    before=_text(source.layout),
-                    after=_text(target.layout),
-                    time_s=self._share * share * seconds,
-                )
+                ends = self._ends(section, item.edge)
+                key = _Redistribution(section, *ends, _text(source.layout), _text(target.layout))
+                seconds[key] += self._share * share * once
+        for key, time_s in seconds.items():
+            yield RedistributionCost(**key._asdict(), time_s=time_s)
 
     def _ends(self, section: int, edge: EdgeKey) -> tuple[int | None, int | None]:
         """Return the ops (indices) of a section that make and first read the tensor of an edge."""
