@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from cost_model.configuration.frameworks import with_compile
 from cost_model.configuration.implementation import AttentionKernel, Implementation
 from published.frameworks.defaults import FSDP2, MEGATRON, TABLE, Assumptions
 from published.frameworks.torchtitan import MLA_MODELS, torchtitan
@@ -78,16 +79,7 @@ def _with_kernels(
 
 def _compiled(row: Mapping[str, str], implementation: Implementation) -> Implementation:
     """Return the implementation with torch.compile, where the row has it and the framework's kernels are not fused."""
-    kernels = implementation.kernels
-    if not row.get("compile", "").startswith("Y") or kernels.fused_ops:
-        return implementation
-    return replace(
-        implementation,
-        kernels=replace(kernels, fused_ops=True, host_ops_per_layer=kernels.host_ops_per_layer // 2),
-        low_precision=replace(implementation.low_precision, shares_casts=True),
-        loss=replace(implementation.loss, traffic_nbytes=14.0),
-        saving=replace(implementation.saving, recomputes_elementwise=True, selective_unread=False),
-    )
+    return with_compile(implementation) if row.get("compile", "").startswith("Y") else implementation
 
 
 def _torchtune(implementation: Implementation, step: int) -> Implementation:

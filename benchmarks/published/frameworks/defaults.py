@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from cost_model.configuration.frameworks import FSDP2, FSDP2_BF16, MEGATRON
 from cost_model.configuration.implementation import (
     AllocatorOptions,
     DataParallelOptions,
-    ExpertOptions,
     Implementation,
     KernelOptions,
     LossOptions,
-    LowPrecisionOptions,
     StateOptions,
-    TensorParallelOptions,
 )
 from cost_model.configuration.parallelism import Checkpointing
 
@@ -59,29 +57,12 @@ class Assumptions:
     note: str = ""
 
 
-MEGATRON = Implementation(
-    kernels=KernelOptions(attention="cudnn", fused_ops=True, host_ops_per_layer=20),
-    low_precision=LowPrecisionOptions(cast_nbytes=4.0, saves_cast_inputs=True),
-    tensor_parallel=TensorParallelOptions(async_tp=True, saves_gathered_inputs=False),
-    experts=ExpertOptions(bias_kernels=True),
-    data_parallel=DataParallelOptions(reduce_nbytes=2),
-    state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, gradients_persist=True, master_nbytes=4),
-    # 16-bit logits and their float32 copy, which softmax overwrites
-    loss=LossOptions(logit_nbytes=6.0, traffic_nbytes=30.0),
-)
 MEGATRON_2021 = Implementation(
     kernels=KernelOptions(attention="unfused", host_ops_per_layer=50),
     data_parallel=DataParallelOptions(overlaps=False, reduce_nbytes=2),
     state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, master_nbytes=4, optimizer_nbytes=12),
     loss=LossOptions(logit_nbytes=6.0, traffic_nbytes=52.0),
 )
-FSDP2 = Implementation(
-    kernels=KernelOptions(attention="flash2", separate_linears=True, attention_copies=4.0, host_ops_per_layer=60),
-    tensor_parallel=TensorParallelOptions(copies=True),
-    loss=LossOptions(logit_hole_nbytes=2.0),
-    allocator=AllocatorOptions(gather_stream=True, reduce_stream=True),
-)
-FSDP2_BF16 = replace(FSDP2, state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, optimizer_nbytes=4))
 CUDA_GRAPHED_MEGATRON = replace(
     MEGATRON,
     kernels=replace(MEGATRON.kernels, host_ops_per_layer=0, expert_host_ops=0),
