@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cost_model.configuration.frameworks import with_compile
+from cost_model.configuration.frameworks import FSDP2, MEGATRON, with_compile
 from cost_model.configuration.implementation import AttentionKernel, Implementation
-from published.frameworks.defaults import FSDP2, MEGATRON, TABLE, Assumptions
+from published.frameworks.defaults import TABLE, Assumptions
 from published.frameworks.torchtitan import MLA_MODELS, torchtitan
 from published.rows.dates import date_of
 from published.rows.priced_row import number
