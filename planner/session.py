@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from cost_model.layouts.layout import MeshSpec
-from planner.errors import MeshError, PlannerError, SolverError
+from planner.errors import BaselineError, MeshError, PlannerError, SolverError
 from planner.merged_axes import with_merged_axes
 from planner.plan.estimate import BaselinePrice, SolverReport
 from planner.plan.sharding_plan import ShardingPlan
@@ -64,7 +64,8 @@ class PlanningSession(TracedJob):
         """Return the fastest plan that a planner allows, or a simpler one that costs about the same.
 
         Args:
-            planner: "ilp", a baseline's name or "random:SEED".
+            planner: "ilp", a baseline's name, several of them joined by "+", or "random:SEED". Of several baselines the
+                simplest within ``tolerance`` of the fastest; all blocks are then checkpointed alike.
             mesh: the mesh. An outermost axis ``pp`` gives the number of pipeline stages, and the other axes are the
                 mesh of a stage. None: all meshes with up to ``axes`` axes are tried.
             memory_bytes: cap on the peak per device; None: the job's cap.
@@ -76,6 +77,11 @@ class PlanningSession(TracedJob):
         """
         started = time.perf_counter()
         memory_bytes = memory_bytes or self._memory_bytes
+        names = baselines.names_in(planner)
+        if len(names) > 1:
+            found = self._simplest_of(names, mesh, memory_bytes, tolerance)
+            # Where none fits, the last, which splits the most, says what is missing.
+            return found or self.plan(planner=names[-1], mesh=mesh, memory_bytes=memory_bytes)
         plan = self._plan_or_least_memory(planner, mesh, memory_bytes, tolerance=tolerance)
         if isinstance(plan, ShardingPlan):
             return plan
@@ -107,6 +113,9 @@ class PlanningSession(TracedJob):
             keep_names: whether the axes of a given ``mesh`` keep their names; otherwise they are named by role, as
                 those of a mesh that the search chose. With pins or data axes all axes keep their names.
         """
+        names = baselines.names_in(planner)
+        if len(names) > 1:
+            return self._simplest_of(names, mesh, memory_bytes or self._memory_bytes, tolerance, excluded)
         plan = self._plan_or_least_memory(
             planner,
             mesh,
@@ -117,6 +126,30 @@ class PlanningSession(TracedJob):
         )
         return plan if isinstance(plan, ShardingPlan) else None
 
+    def _simplest_of(
+        self,
+        names: Sequence[str],
+        mesh: str | MeshSpec | None,
+        memory_bytes: int,
+        tolerance: float | None,
+        excluded: frozenset[RunKey] = frozenset(),
+    ) -> ShardingPlan | None:
+        """Return the plan of the first of some baselines that is within ``tolerance`` of the fastest; None: none fits.
+
+        Baselines that the cluster or the batch has no mesh for are left out.
+        """
+        plans: list[ShardingPlan] = []
+        for name in names:
+            try:
+                found = self._plan_or_least_memory(name, mesh, memory_bytes, excluded=excluded, mixes=False)
+            except (MeshError, BaselineError):
+                continue
+            if isinstance(found, ShardingPlan):
+                plans.append(found)
+        seconds = [plan.estimate.step_time_s if plan.estimate is not None else math.inf for plan in plans]
+        most = min(seconds, default=0.0) * (1 + (tolerance or 0.0))
+        return next((plan for plan, step_s in zip(plans, seconds, strict=True) if step_s <= most), None)
+
     def _plan_or_least_memory(
         self,
         planner: str,
@@ -126,10 +159,14 @@ class PlanningSession(TracedJob):
         tolerance: float | None = None,
         excluded: frozenset[RunKey] = frozenset(),
         keep_names: bool = True,
+        mixes: bool = True,
     ) -> ShardingPlan | LeastMemoryResult | None:
         """Return the plan; where no plan fits, what is known of the least memory, or None.
 
-        The arguments are those of `plan_if_any`.
+        Other arguments are those of `plan_if_any`.
+
+        Args:
+            mixes: whether a baseline may checkpoint some blocks less than others.
         """
         name, seed = baselines.parse_planner(planner)
         keep_names = (keep_names and mesh is not None) or bool(self.job.pins or self.job.data_axes)
@@ -144,7 +181,9 @@ class PlanningSession(TracedJob):
             known = self._find_infeasible(meshes, name, constraints, mesh_is_given=mesh is not None, stages=stages)
             if known is not None:
                 return known
-            whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
+            whole, pipelined = self._run_searches(
+                meshes, name, constraints, stages, mesh_is_given=mesh is not None, mixes=mixes
+            )
             plans = [result.plan for result in (pipelined, whole) if result is not None]
             fastest: Fastest | None = next((plan for plan in plans if plan is not None), None)
             if fastest is None:
@@ -248,6 +287,7 @@ class PlanningSession(TracedJob):
         stages: tuple[int, MeshSpec] | None,
         *,
         mesh_is_given: bool,
+        mixes: bool,
     ) -> tuple[SearchResult[Candidate] | None, SearchResult[PlannedPipeline] | None]:
         """Return the results of the search without pipeline stages and of the search with them; None: not searched.
 
@@ -260,18 +300,20 @@ class PlanningSession(TracedJob):
             stages: number of stages and mesh of one stage, if the user's mesh has an axis ``pp``. Only pipelines are
                 searched then. None: the mesh has none, or no mesh was given.
             mesh_is_given: whether the user gave the mesh. No pipeline is then searched, unless ``stages`` is given.
+            mixes: as for `_plan_or_least_memory`.
         """
         counts = self._space.counts_for(name, self.cluster)
         spec = self._search_spec(name, counts, constraints, self._deadline(self.spec.time_limit_s))
         space = baseline_space(name, self.cluster) if name in baselines.LAUNCHED and not mesh_is_given else None
         if space is not None:
-            return search_even_meshes(spec, space.counts(self._batch, self._counts)), None
+            return search_even_meshes(spec, space.counts(self._batch, self._counts), mixes=mixes), None
         heterogeneous = self.spec.heterogeneous_blocks and name == "ilp"
         if stages is not None:
             return None, search_pipelines(spec, axes=self.spec.axes, only=stages)
         if name != "ilp" or mesh_is_given or self._no_pipeline_reason is not None:
             result = search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous)
-            return mix_checkpointing(spec, result, counts) if name in baselines.LAUNCHED else result, None
+            mixes = mixes and name in baselines.LAUNCHED
+            return mix_checkpointing(spec, result, counts) if mixes else result, None
         return search_meshes_and_pipelines(spec, meshes, axes=self.spec.axes, heterogeneous_blocks=heterogeneous)
 
     def _find_infeasible(

@@ -30,7 +30,7 @@ JobPhase = Literal["training", "prefill", "decode"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 PLANNERS = ("ilp", "ddp", "fsdp", "hsdp", "fsdp-tp", "tp", "data-parallel", "fully-sharded", "tensor-parallel")
-"""Names of the planners; ``random:SEED`` is one more."""
+"""Names of the planners; ``random:SEED`` is one more, and the first five baselines may be joined by "+"."""
 
 JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques"
 """Headings of the command line's help. Options without a heading come first."""
@@ -180,10 +180,10 @@ class JobSpec(TechniqueFlags):
     planner: str = field(
         default="ilp",
         metadata=_about(
-            "ilp, a baseline (ddp, fsdp, hsdp, fsdp-tp, tp; data-parallel, fully-sharded, tensor-parallel on any "
-            "mesh), or random:SEED.",
+            "ilp, a baseline (ddp, fsdp, hsdp, fsdp-tp, tp, the best of ddp+fsdp; data-parallel, fully-sharded, "
+            "tensor-parallel on any mesh), or random:SEED.",
             heading=MESH,
-            limits={"pattern": rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$"},
+            limits={"pattern": rf"^({'|'.join(PLANNERS)}|(\+?({'|'.join(PLANNERS[1:6])})\b){{2,}}|random:\d{{1,18}})$"},
         ),
     )
     pins: tuple[str, ...] = field(

@@ -323,8 +323,13 @@ def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Pla
     return layouts
 
 
+def names_in(planner: str) -> tuple[str, ...]:
+    """Return the planners in ``planner``: several baselines may be joined by "+"."""
+    return tuple(planner.split("+"))
+
+
 def parse_planner(name: str) -> tuple[str, int | None]:
-    """Return (planner, seed) for ``ilp``, a baseline's name or ``random:SEED``.
+    """Return (planner, seed) for ``ilp``, a baseline's name, several of `LAUNCHED` joined, or ``random:SEED``.
 
     Raises:
         BaselineError: ``name`` is none of these.
@@ -332,7 +337,7 @@ def parse_planner(name: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"random:(\d+)", name)
     if match:
         return "random", int(match[1])
-    if name == "ilp" or name in NAMES:
+    if name == "ilp" or name in NAMES or set(names_in(name)) <= set(LAUNCHED):
         return name, None
     raise BaselineError(
         f"there is no planner {name!r}.", what_to_do=f"Choose one of ilp, {', '.join(NAMES)}, random:SEED."

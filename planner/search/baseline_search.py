@@ -139,10 +139,15 @@ def search_baseline(
     return PricedBaseline(price=price, result=result)
 
 
-def search_even_meshes(spec: SearchSpec, meshes: Sequence[tuple[MeshSpec, list[int]]]) -> SearchResult[Candidate]:
+def search_even_meshes(
+    spec: SearchSpec, meshes: Sequence[tuple[MeshSpec, list[int]]], *, mixes: bool = True
+) -> SearchResult[Candidate]:
     """Return the fastest plan on ``meshes``, each with numbers of micro-batches of its own.
 
-    On its mesh, plans that checkpoint some blocks less than others are tried as well.
+    Args:
+        spec: the job's search.
+        meshes: each mesh with its numbers of micro-batches.
+        mixes: whether plans that checkpoint some blocks less than others are tried on its mesh as well.
 
     Raises:
         SolverError: time was up before any plan was found.
@@ -158,7 +163,7 @@ def search_even_meshes(spec: SearchSpec, meshes: Sequence[tuple[MeshSpec, list[i
             best = plan
             incumbent.improve(plan.estimate.step_time_s)
     result = SearchResult(plan=best, bound_s=bound_s, complete=complete)
-    return result if best is None else mix_checkpointing(spec, result, dict(meshes)[best.run.mesh])
+    return result if best is None or not mixes else mix_checkpointing(spec, result, dict(meshes)[best.run.mesh])
 
 
 def _price(name: str, plan: Candidate) -> BaselinePrice:

@@ -200,3 +200,29 @@ def test_the_baselines_of_inference_are_replicas_and_tensor_parallelism() -> Non
     plan = session.plan(planner="tp", mesh="tp=4")
     layout = plan.plan["model.layers.*.mlp.down_proj.weight"]
     assert layout == (Shard(1),)
+
+
+def test_the_best_of_several_baselines() -> None:
+    session = session_of("llama", "2x4xtoy")
+    names = ("ddp", "fsdp", "hsdp", "fsdp-tp")
+    each = {name: step_time_s(session.plan(planner=name)) for name in names}
+    best = session.plan(planner="+".join(names))
+    assert step_time_s(best) <= min(each.values()) * (1 + GAP)
+    simplest = session.plan(planner="+".join(names), tolerance=0.5)
+    assert step_time_s(simplest) <= 1.5 * step_time_s(best)
+    assert simplest.solver is not None
+    assert simplest.solver.name == next(name for name in names if each[name] <= 1.5 * min(each.values()) * (1 + GAP))
+
+
+def test_the_best_of_several_leaves_out_what_the_cluster_has_no_mesh_for() -> None:
+    session = session_of("llama", "1x4xtoy")
+    plan = session.plan(planner="hsdp+fsdp")  # one node has no hsdp
+    assert plan.solver is not None
+    assert plan.solver.name == "fsdp"
+
+
+def test_where_none_of_several_fits_the_last_says_what_is_missing() -> None:
+    session = session_of("llama", "1x4xtoy")
+    with pytest.raises(InfeasibleError):
+        session.plan(planner="ddp+fsdp", memory_bytes=1000)
+    assert session.plan_if_any(planner="ddp+fsdp", memory_bytes=1000) is None
