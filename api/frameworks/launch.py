@@ -55,7 +55,7 @@ class Launch:
     reshard_after_forward: bool = True
     offload: bool = False
     gpu_memory_share: float | None = None
-    tp_plan: Mapping[str, str] | None = None
+    tp_plan: Mapping[str, str] | None = field(default=None, hash=False)
 
     @property
     def data(self) -> int:
@@ -142,6 +142,7 @@ class Framework:
         write: (launch, model name) -> text of the file, which names the version.
         says: field of `Launch` -> launch -> how the framework says the field's value, in flags or lines, such as
             ``("--tensor-model-parallel-size 8",)``. Fields that are missing cannot be said.
+        limits: field of `Launch` -> the values that can be said; a field that is missing can have any.
         implementation: (launch, architecture of the device, such as "sm90") -> what the price depends on beside the
             degrees.
         key_value_heads: whether tensor parallelism has to divide the key-value heads, or copies them ("copied").
@@ -162,6 +163,11 @@ class Framework:
     key_value_heads: str = "divided"
     vocabulary: str = "padded"
     planners: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def can_say(self, launch: Launch, name: str) -> bool:
+        """Return whether the framework can say the value of a field."""
+        return name in self.says and getattr(launch, name) in self.limits.get(name, (getattr(launch, name),))
 
     def changes(self, before: Launch, after: Launch) -> tuple[str, ...]:
         """Return how the framework says what differs in ``after``.

@@ -12,8 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
 
+Say = Callable[[str, int], str]
+"""(axis, degree) -> how the user said it, such as "tp=8"."""
 
-def uneven_splits(spec: TransformerSpec, parallel: ParallelSpec, *, batch: int, devices: int) -> list[str]:
+
+def uneven_splits(
+    spec: TransformerSpec, parallel: ParallelSpec, *, batch: int, devices: int, say: Say = "{}={}".format
+) -> list[str]:
     """Return a clause for each size that a degree does not divide: "tp=8 does not divide 14 heads (1, 2 would do)".
 
     Args:
@@ -21,10 +26,11 @@ def uneven_splits(spec: TransformerSpec, parallel: ParallelSpec, *, batch: int, 
         parallel: the configuration.
         batch: sequences of the global batch.
         devices: devices of the cluster; legal degrees up to this number are listed.
+        say: how a clause names a degree.
     """
     degrees = range(1, devices + 1)
     checks = (_tensor, _sequence, _experts, _layers)
-    return [text for check in checks for text in check(spec, parallel, degrees)] + list(_batch(parallel, batch))
+    return [text for check in checks for text in check(spec, parallel, degrees, say)] + list(_batch(parallel, batch))
 
 
 def alternatives(values: Sequence[int]) -> str:
@@ -34,50 +40,50 @@ def alternatives(values: Sequence[int]) -> str:
 
 
 def _unless(
-    fits: Callable[[int], bool], axis: str, degree: int, what: str, degrees: range, note: str = ""
+    fits: Callable[[int], bool], axis: str, degree: int, what: str, degrees: range, say: Say, note: str = ""
 ) -> Iterator[str]:
     """Yield that ``degree`` does not divide ``what``, with the degrees that would do; nothing where it fits."""
     if not fits(degree):
         legal = alternatives([d for d in degrees if fits(d)])
-        yield f"{axis}={degree} does not divide {what} ({legal} would do{note})"
+        yield f"{say(axis, degree)} does not divide {what} ({legal} would do{note})"
 
 
 def _divides(size: int) -> Callable[[int], bool]:
     return lambda degree: size % degree == 0
 
 
-def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: range) -> Iterator[str]:
+def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
     note = ""
     if spec.kv_heads not in (1, spec.heads):
         both = alternatives([d for d in degrees if spec.heads % d == 0 and spec.kv_heads % d == 0])
         note = f"; with {both} the {spec.kv_heads} key-value heads are split too, and not copied"
-    yield from _unless(_divides(spec.heads), "tp", parallel.tensor, f"{spec.heads} heads", degrees, note)
+    yield from _unless(_divides(spec.heads), "tp", parallel.tensor, f"{spec.heads} heads", degrees, say, note)
     if spec.dense_layers:
         what = f"an MLP of width {spec.ffn:,}"
-        yield from _unless(_divides(spec.ffn), "tp", parallel.tensor, what, degrees)
+        yield from _unless(_divides(spec.ffn), "tp", parallel.tensor, what, degrees, say)
     if spec.experts is not None:
         what = f"shared experts of width {spec.experts.shared_ffn:,}"
-        yield from _unless(_divides(spec.experts.shared_ffn), "tp", parallel.tensor, what, degrees)
+        yield from _unless(_divides(spec.experts.shared_ffn), "tp", parallel.tensor, what, degrees, say)
 
 
-def _sequence(spec: TransformerSpec, parallel: ParallelSpec, degrees: range) -> Iterator[str]:
+def _sequence(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
     chunks = 2 if spec.causal else 1  # under a causal mask a rank holds two chunks, one early and one late
 
     def splits(context: int) -> bool:
         return context == 1 or parallel.seq % (chunks * context) == 0
 
     what = f"a sequence of {parallel.seq:,} tokens" + (" into two chunks a rank" if chunks == 2 else "")
-    yield from _unless(splits, "cp", parallel.context, what, degrees)
+    yield from _unless(splits, "cp", parallel.context, what, degrees, say)
     if parallel.sequence_parallel and splits(parallel.context):
         local = parallel.seq // parallel.context
         what = f"the {local:,} tokens of a sequence on a rank, which sequence parallelism splits"
-        yield from _unless(_divides(local), "tp", parallel.tensor, what, degrees)
+        yield from _unless(_divides(local), "tp", parallel.tensor, what, degrees, say)
 
 
-def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: range) -> Iterator[str]:
+def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
     if spec.experts is None:
         if parallel.expert > 1:
-            yield f"ep={parallel.expert} splits experts, and the model has none (1 would do)"
+            yield f"{say('ep', parallel.expert)} splits experts, and the model has none (1 would do)"
         return
     count, ranks = spec.experts.count, parallel.data * parallel.context * parallel.tensor
 
@@ -85,10 +91,10 @@ def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: range) -> I
         return count % expert == 0 and ranks % expert == 0
 
     what = f"{count} experts" if count % parallel.expert else f"the {ranks} ranks of dp, fsdp, cp and tp"
-    yield from _unless(splits, "ep", parallel.expert, what, degrees)
+    yield from _unless(splits, "ep", parallel.expert, what, degrees, say)
 
 
-def _layers(spec: TransformerSpec, parallel: ParallelSpec, degrees: range) -> Iterator[str]:
+def _layers(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
     chunks = parallel.virtual_stages
 
     def splits(stages: int) -> bool:
@@ -98,7 +104,7 @@ def _layers(spec: TransformerSpec, parallel: ParallelSpec, degrees: range) -> It
         )
 
     what = f"{spec.layers} layers" + (f" into {chunks} virtual stages a rank" if chunks > 1 else "")
-    yield from _unless(splits, "pp", parallel.pipeline, what, degrees)
+    yield from _unless(splits, "pp", parallel.pipeline, what, degrees, say)
 
 
 def _batch(parallel: ParallelSpec, batch: int) -> Iterator[str]:
