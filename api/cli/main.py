@@ -16,6 +16,7 @@ import typer
 from api.cli.catalogue import add_catalogue_commands, print_versions
 from api.cli.defaults import with_assumed
 from api.cli.former_names import CommandsWithFormerNames
+from api.cli.frameworks import add_framework_commands
 from api.cli.headings import CommandWithHeadings
 from api.cli.options import (
     Details,
@@ -271,6 +272,7 @@ def calibrate_command(
             typer.echo(f"(written to {output}: give it as --cluster {output})", err=True)
 
 
+add_framework_commands(app)
 add_picture_commands(app)
 add_tradeoff_commands(app)
 add_catalogue_commands(app)

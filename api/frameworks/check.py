@@ -64,10 +64,52 @@ class Check:
 
     @property
     def fits(self) -> bool:
-        """Whether a step fits the memory of a device."""
-        if self.priced is not None:
-            return self.priced.fits
-        return self.plan is not None
+        """Whether it is legal and a step fits the memory of a device."""
+        return not self.faults and (self.plan is not None if self.priced is None else self.priced.fits)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data, in seconds and bytes."""
+        launch = {name: value for name, value in dataclasses.asdict(self.launch).items() if value is not None}
+        return {
+            "framework": self.framework.name,
+            "version": self.framework.version,
+            "model": self.model,
+            "cluster": self.cluster.name,
+            "launch": launch,
+            "legal": not self.faults,
+            "faults": list(self.faults),
+            "fits": self.fits,
+            "unpriced": list(self.unpriced),
+            "assumed": list(self.assumed),
+            "by_degrees": None if self.priced is None else self.priced.to_dict(),
+            "largest_micro_batch": self.largest_micro_batch,
+            "changes": [_change_dict(change) for change in self.changes],
+            "best": None if self.best is None else _change_dict(self.best),
+            "plan": None if self.plan is None else _plan_dict(self.plan),
+            "no_plan": self.no_plan,
+            "difference": self.difference,
+            "best_plan": None if self.best_plan is None else _plan_dict(self.best_plan),
+        }
+
+
+def _change_dict(change: Change) -> dict[str, object]:
+    return {
+        "texts": list(change.texts),
+        "gain": change.gain,
+        "step_time_s": change.priced.time.total_s,
+        "memory_bytes": change.priced.memory.device,
+    }
+
+
+def _plan_dict(plan: ShardingPlan) -> dict[str, object]:
+    estimate = plan.estimate
+    return {
+        "mesh": str(plan.mesh),
+        "micro_batches": plan.micro_batches,
+        "ac": plan.job.ac,
+        "step_time_s": None if estimate is None else estimate.step_time_s,
+        "peak_memory_bytes": None if estimate is None else estimate.peak_memory_bytes,
+    }
 
 
 def check(

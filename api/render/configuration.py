@@ -34,7 +34,7 @@ def show_configuration(priced: PricedConfiguration, console: Console, cost: RunC
 
 def configuration_lines(priced: PricedConfiguration, cost: RunCost | None = None) -> list[str]:
     """Return the price of a configuration as lines of at most 80 columns."""
-    parts = [_headline(priced), _figures(priced, cost), _mesh(priced), _memory(priced), _time(priced)]
+    parts = [_headline(priced), figure_lines(priced, cost), _mesh(priced), memory_bars(priced), _time(priced)]
     return [line for part in parts for line in (*part, "")][:-1]
 
 
@@ -49,7 +49,8 @@ def _headline(priced: PricedConfiguration) -> list[str]:
     return lines
 
 
-def _figures(priced: PricedConfiguration, cost: RunCost | None) -> list[str]:
+def figure_lines(priced: PricedConfiguration, cost: RunCost | None = None) -> list[str]:
+    """Return a line for each of step time, MFU, memory, and that nothing was run."""
     cluster, parallel, step_s = priced.cluster, priced.parallel, priced.time.total_s
     stated = stated_configuration_error(cluster, parallel.dtype, has_experts=priced.spec.experts is not None)
     each = priced.tokens_per_s_per_device
@@ -103,7 +104,8 @@ def _axes(priced: PricedConfiguration) -> Iterator[tuple[str, int, str]]:
     yield from used or [("dp", 1, "one device")]
 
 
-def _memory(priced: PricedConfiguration) -> list[str]:
+def memory_bars(priced: PricedConfiguration) -> list[str]:
+    """Return the bytes of a device at the peak by role, as bars."""
     memory = priced.memory
     amounts = {role: getattr(memory.peak, role) for role in ROLES}
     amounts |= {"other streams": memory.pools, "fragmentation": memory.fragmentation, "context": memory.context}

@@ -1,0 +1,92 @@
+"""Commands for configurations of the frameworks that people launch with: ``check`` and ``export``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api.cli.options import Json, Model
+from api.cli.terminal import reported, terminal, watched
+
+
+def add_framework_commands(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("check")(check_command)
+
+
+def check_command(
+    model: Model,
+    configuration: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="A file, or - for standard input: a recipe, YAML, JSON or a command line."
+        ),
+    ],
+    cluster: Annotated[str, typer.Option(help="As for plan, such as 8x8xh100-sxm-80gb.")],
+    framework: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="torchtitan, megatron, megatron-bridge, accelerate, deepspeed, transformers or vllm. "
+            "Default: recognised.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples in the global batch, where CONFIG does not say it.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens in a sequence, where CONFIG does not say it.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Price it by its degrees only, in a second; plan nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a framework's configuration for MODEL: is it legal, does it fit, how fast, and what would be better?
+
+    Exit code 2: it is not legal. Exit code 3: it does not fit.
+    """
+    with reported(as_json):
+        from api.frameworks.check import check
+
+        text = _text_of(configuration)
+        with watched() as progress:
+            found = check(
+                model,
+                text,
+                cluster=cluster,
+                framework=framework,
+                batch=batch,
+                seq=seq,
+                plans=not quick,
+                progress=progress,
+            )
+        if as_json:
+            typer.echo(json.dumps(found.to_dict(), indent=2))
+        else:
+            from api.render.check import show_check
+
+            show_check(found, terminal())
+    if found.faults:
+        raise typer.Exit(2)
+    if not found.fits:
+        raise typer.Exit(3)
+
+
+def _text_of(name: str) -> str:
+    """Return the text of a file, or of standard input.
+
+    Raises:
+        JobError: it cannot be read.
+    """
+    from planner.errors import JobError
+
+    try:
+        text: Any = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        advice = "Give the file of a configuration, or - and the configuration on standard input."
+        raise JobError(f"{name} cannot be read: {reason}.", what_to_do=advice, field="configuration") from error
+    return str(text)
