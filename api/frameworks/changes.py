@@ -141,7 +141,7 @@ def _around(pricer: LaunchPricer, launch: Launch, decisions: int) -> dict[Launch
     near.discard(launch)
     result: dict[Launch, PricedConfiguration] = {}
     for other in near:
-        if not pricer.is_legal(other):
+        if not pricer.is_legal(other) or not pricer.framework.can_write(other):
             continue
         price = pricer.price(other)
         if price is not None and price.fits:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cost_model.configuration.implementation import Implementation
 from cost_model.configuration.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
+from planner.errors import JobError
 from planner.plan.job_spec import JobPhase
 
 
@@ -139,7 +140,7 @@ class Framework:
         file: name of the exported file.
         recognises: text -> whether it looks like a configuration of this framework.
         read: (text, devices) -> `Reading`. Degrees that the framework derives from the number of devices are derived.
-        write: (launch, model name) -> text of the file, which names the version.
+        write: (launch, model name) -> text of the file, which names the version; a `JobError` where it cannot say it.
         says: field of `Launch` -> launch -> how the framework says the field's value, in flags or lines, such as
             ``("--tensor-model-parallel-size 8",)``. Fields that are missing cannot be said.
         limits: field of `Launch` -> the values that can be said; a field that is missing can have any.
@@ -168,6 +169,14 @@ class Framework:
     def can_say(self, launch: Launch, name: str) -> bool:
         """Return whether the framework can say the value of a field."""
         return name in self.says and getattr(launch, name) in self.limits.get(name, (getattr(launch, name),))
+
+    def can_write(self, launch: Launch, model: str = "model") -> bool:
+        """Return whether a configuration can say all of ``launch``."""
+        try:
+            self.write(launch, model)
+        except JobError:
+            return False
+        return True
 
     def changes(self, before: Launch, after: Launch) -> tuple[str, ...]:
         """Return how the framework says what differs in ``after``.

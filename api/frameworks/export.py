@@ -1,0 +1,115 @@
+"""`export`: a plan as a framework's configuration, and what of the plan that says: all, nearly all, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from api.frameworks.expressed import Row
+from api.frameworks.launch import Framework, Launch
+from api.frameworks.plan_launch import FIELD_NAMES, launch_of, rows_of
+from planner.errors import PlanError
+from planner.plan.sharding_plan import ShardingPlan
+
+_MOST_SIMPLIFICATIONS = 3
+"""Most simplifications at once by which a configuration may differ from a plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A plan as a framework's configuration.
+
+    Attributes:
+        framework: its name.
+        file: name that such files have.
+        text: the configuration.
+        rows: what of the plan it says.
+        launch: what the configuration says, in shardplan's terms; None: it is a script, which says layouts themselves.
+    """
+
+    framework: str
+    file: str
+    text: str
+    rows: tuple[Row, ...]
+    launch: Launch | None = None
+
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether all of the plan is expressed."""
+        return all(row.outcome == "expressed" for row in self.rows)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return {"framework": self.framework, "file": self.file, "text": self.text, "rows": rows}
+
+
+def export(plan: ShardingPlan, framework: Framework) -> Exported:
+    """Return ``plan`` as a configuration of ``framework``, the nearest where it cannot say all of it.
+
+    Raises:
+        PlanError: the framework has no configuration that is near the plan.
+    """
+    wanted = launch_of(plan)
+    rows = rows_of(plan, framework, wanted)
+    launch = _with_sayable_fields(framework, wanted)
+    model = plan.model or "the model"
+    if not framework.can_write(launch, model):
+        other = next((each for each in _nearby(launch) if framework.can_write(each, model)), None)
+        if other is None:
+            raise PlanError(
+                f"{framework.title} has no configuration that is near this plan.",
+                what_to_do=f"Plan within what it can say: shardplan plan ... --for {framework.name}.",
+            )
+        rows += tuple(_changed_rows(launch, other))
+        launch = other
+    return Exported(
+        framework=framework.name,
+        file=framework.file,
+        text=framework.write(launch, model),
+        rows=_worst_of_each(rows),
+        launch=launch,
+    )
+
+
+def _changed_rows(wanted: Launch, launch: Launch) -> Iterator[Row]:
+    for name, title in FIELD_NAMES.items():
+        before, after = getattr(wanted, name), getattr(launch, name)
+        if before != after:
+            yield Row(field=title, outcome="approximated", detail=f"{before} becomes {after}")
+
+
+def _worst_of_each(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return ``rows`` without those that say a field is expressed where another row says it is not."""
+    unsaid = {row.field for row in rows if row.outcome != "expressed"}
+    return tuple(row for row in rows if row.outcome != "expressed" or row.field not in unsaid)
+
+
+def _with_sayable_fields(framework: Framework, launch: Launch) -> Launch:
+    """Return ``launch`` with the default in each field that the framework cannot say."""
+    plain = Launch()
+    lost = [name for name in FIELD_NAMES if not framework.can_say(launch, name)]
+    return dataclasses.replace(launch, **{name: getattr(plain, name) for name in lost})
+
+
+def _nearby(launch: Launch) -> Iterator[Launch]:
+    """Yield launches on as many ranks that say less, those with the fewest simplifications first."""
+    seen, frontier = {launch}, [launch]
+    for _ in range(_MOST_SIMPLIFICATIONS):
+        found = [other for each in frontier for other in _simplified(each)]
+        frontier = [other for other in dict.fromkeys(found) if other not in seen]
+        seen.update(frontier)
+        yield from frontier
+
+
+def _simplified(launch: Launch) -> Iterator[Launch]:
+    """Yield what differs from ``launch`` by one simplification."""
+    data, batch = launch.data, launch.global_batch
+    yield dataclasses.replace(launch, reshard_after_forward=True)
+    yield dataclasses.replace(launch, sequence_parallel=not launch.sequence_parallel)
+    yield dataclasses.replace(launch, expert=1, expert_tensor=1)
+    yield dataclasses.replace(launch, replicate=1, shard=data, zero=launch.zero or 3, batch=batch)
+    yield dataclasses.replace(launch, replicate=data, shard=1, zero=0, batch=batch)
+    if launch.zero == 3:
+        yield dataclasses.replace(launch, zero=1)
