@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from api.frameworks.expressed import Row
 from api.frameworks.launch import Framework, Launch
@@ -87,10 +88,20 @@ def _worst_of_each(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _with_sayable_fields(framework: Framework, launch: Launch) -> Launch:
-    """Return ``launch`` with the default in each field that the framework cannot say."""
-    plain = Launch()
-    lost = [name for name in FIELD_NAMES if not framework.can_say(launch, name)]
-    return dataclasses.replace(launch, **{name: getattr(plain, name) for name in lost})
+    """Return ``launch`` with the default in each field that the framework cannot say.
+
+    Ranks of a degree that cannot be said become shards. Checkpointing that cannot be said becomes full.
+    """
+    plain, data = Launch(), 1
+    changed: dict[str, Any] = {}
+    for name in FIELD_NAMES:
+        if not framework.can_say(launch, name):
+            changed[name] = "full" if name == "checkpointing" else getattr(plain, name)
+            data *= getattr(launch, name) if name in ("tensor", "pipeline", "context") else 1
+    result = dataclasses.replace(launch, **changed)
+    if data > 1:
+        result = dataclasses.replace(result, shard=result.shard * data, zero=result.zero or 3)
+    return result if framework.can_say(result, "checkpointing") else dataclasses.replace(result, checkpointing="none")
 
 
 def _nearby(launch: Launch) -> Iterator[Launch]:
@@ -107,6 +118,8 @@ def _simplified(launch: Launch) -> Iterator[Launch]:
     """Yield what differs from ``launch`` by one simplification."""
     data, batch = launch.data, launch.global_batch
     yield dataclasses.replace(launch, reshard_after_forward=True)
+    if launch.checkpointing != "none":
+        yield dataclasses.replace(launch, checkpointing="full")
     yield dataclasses.replace(launch, sequence_parallel=not launch.sequence_parallel)
     yield dataclasses.replace(launch, expert=1, expert_tensor=1)
     yield dataclasses.replace(launch, replicate=1, shard=data, zero=launch.zero or 3, batch=batch)
