@@ -7,9 +7,17 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from api.frameworks.deepspeed_reading import OPTIMIZERS, TITLE, VERSION, read_section, unknown
+from api.frameworks.deepspeed_reading import OPTIMIZERS, SCRIPT, TITLE, VERSION, read_section, unknown
 from api.frameworks.documents import Notes, Section, check_sayable, read_json, shown
 from api.frameworks.launch import Framework, Launch, Reading, flag
+from api.frameworks.training_script import (
+    CHECKPOINTING,
+    LENGTHS,
+    SCRIPT_SAYS,
+    accumulation_steps,
+    script_arguments,
+    script_reasons,
+)
 from cost_model.configuration.frameworks import FSDP2, with_compile
 from cost_model.configuration.implementation import AllocatorOptions, DataParallelOptions, Implementation, StateOptions
 
@@ -52,7 +60,10 @@ def write(launch: Launch, model: str) -> str:
     """
     check_sayable(launch, TITLE, SAYS, _reasons(launch))
     document: dict[str, Any] = {"_comment": f"{TITLE}: {model} on {launch.ranks} devices, written by shardplan"}
-    steps = max(1, launch.global_batch // (launch.micro_batch * launch.data))
+    script = script_arguments(launch, CHECKPOINTING, LENGTHS[0])
+    if script:
+        document[SCRIPT] = script
+    steps = accumulation_steps(launch)
     if launch.batch is not None:
         document["train_batch_size"] = launch.batch
     document |= {"train_micro_batch_size_per_gpu": launch.micro_batch, "gradient_accumulation_steps": steps}
@@ -93,20 +104,18 @@ def _optimizer_section(launch: Launch) -> dict[str, Any]:
 
 
 def _reasons(launch: Launch) -> list[str]:
-    together = launch.micro_batch * launch.data
     width = launch.expert * launch.expert_tensor
     checks = {
         f"replicas of {launch.shard} shards": launch.zero > 0 and launch.replicate > 1,
         "shards of ZeRO stage 0": launch.zero == 0 and launch.shard > 1,
         "tensor with context parallelism": launch.tensor > 1 and launch.context > 1,
-        f"a batch of {launch.batch}, no multiple of {together}": launch.global_batch % together > 0,
         f"experts on {width} of {launch.ranks} devices": launch.ranks % width > 0,
         "experts split with stage 3": launch.zero == 3 and launch.expert_tensor > 1,
         "offloading without ZeRO": launch.offload and launch.zero == 0,
         f"the dtype {launch.dtype}": launch.dtype not in ("bf16", "fp16", "fp32"),
         f"the optimizer {launch.optimizer}": launch.optimizer not in OPTIMIZERS.values(),
     }
-    return [reason for reason, holds in checks.items() if holds]
+    return [*(reason for reason, holds in checks.items() if holds), *script_reasons(launch)]
 
 
 def implementation(launch: Launch, arch: str) -> Implementation:
@@ -132,7 +141,7 @@ def implementation(launch: Launch, arch: str) -> Implementation:
 
 
 def _says_batch(launch: Launch) -> tuple[str, ...]:
-    steps = max(1, launch.global_batch // (launch.micro_batch * launch.data))
+    steps = accumulation_steps(launch)
     total = () if launch.batch is None else (f"train_batch_size: {launch.batch}",)
     return (*total, f"gradient_accumulation_steps: {steps}")
 
@@ -154,6 +163,7 @@ def _says_experts(launch: Launch) -> tuple[str, ...]:
 
 
 SAYS = {
+    **SCRIPT_SAYS,
     "replicate": lambda launch: (),
     "shard": lambda launch: (),
     "zero": flag("zero_optimization.stage: {}", "zero"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from api.frameworks.documents import Section, divisors, known_keys, unknown_keys
 from api.frameworks.launch import Launch
+from api.frameworks.training_script import CHECKPOINTING, MICRO_BATCH, read_script
 from cost_model.configuration.parallelism import TrainingDtype
 
 VERSION = "0.19.8"
@@ -30,6 +31,9 @@ REMOVED = {
 }
 """Key that DeepSpeed refuses since its feature was removed (runtime/config.py) -> advice."""
 
+SCRIPT = "_training_script"
+"""Key of the arguments of the training script, which DeepSpeed ignores."""
+
 OPTIMIZERS = {"Adam": "adam", "AdamW": "adamw", "Adagrad": "adagrad", "Muon": "muon"}
 """``optimizer.type`` -> optimizer of a job; Adam is AdamW unless ``adam_w_mode`` is false."""
 
@@ -43,8 +47,11 @@ def read_section(root: Section, devices: int) -> Launch:
         stage = 3
     tensor, context, data = _degrees(root, devices)
     expert, expert_tensor = _experts(root, stage, devices)
-    micro_batch, batch = _batches(root, data)
+    micro_batch, batch = _batches(root, data, devices)
     offload = _offload(zero, stage)
+    script = read_script(
+        Section({MICRO_BATCH: micro_batch, **_script(root)}, root.notes, SCRIPT), data, usual=1, why=""
+    )
     _leave(root, zero, stage)
     return Launch(
         replicate=1 if stage else data,
@@ -56,6 +63,8 @@ def read_section(root: Section, devices: int) -> Launch:
         expert_tensor=expert_tensor,
         micro_batch=micro_batch,
         batch=batch,
+        seq=script.seq,
+        checkpointing=script.checkpointing,
         dtype=_dtype(root, stage),
         optimizer=_optimizer(root),
         compiled=root.section("compile").switch("deepcompile", False),
@@ -78,6 +87,12 @@ def _stage(root: Section) -> Section:
     if isinstance(value, bool):
         return Section({"stage": int(value)}, root.notes, "zero_optimization", automatic=True)
     return root.section("zero_optimization")
+
+
+def _script(root: Section) -> Mapping[str, Any]:
+    """Return the arguments of the training script that a written file names; DeepSpeed ignores the key."""
+    values = root.values.get(SCRIPT)
+    return values if isinstance(values, Mapping) else {}
 
 
 def _degrees(root: Section, devices: int) -> tuple[int, int, int]:
@@ -118,11 +133,11 @@ def _experts(root: Section, stage: int, devices: int) -> tuple[int, int]:
     return expert, split
 
 
-def _batches(root: Section, data: int) -> tuple[int, int | None]:
+def _batches(root: Section, data: int, devices: int) -> tuple[int, int | None]:
     """Return the micro-batch and the global batch; what is missing follows from the rest, as in DeepSpeed."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (root.number(key, 1) if root.given(key) else None for key in keys)
-    ranks = f"{data} {'data-parallel rank' if data == 1 else 'data-parallel ranks'}"
+    ranks = f"{data} {'devices' if data == devices else 'data-parallel ranks'}"
     if total is None and micro is None:
         if all(key in root for key in keys[:2]):
             root.notes.assumed.append(f"{keys[1]} auto: 1 is taken")
@@ -223,7 +238,7 @@ def _leave(root: Section, zero: Section, stage: int) -> None:
     root.leave("weight_quantization", because="weights are priced unquantized", unless=({},))
     checkpointing = root.section("activation_checkpointing")
     checkpointing.leave("partition_activations", "cpu_checkpointing", because="checkpoints are priced whole on device")
-    if checkpointing.values:
+    if checkpointing.values and CHECKPOINTING not in _script(root):
         root.notes.assumed.append(
             "activation_checkpointing sets options only; the model's code turns it on: none taken"
         )

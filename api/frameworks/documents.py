@@ -14,6 +14,7 @@ import yaml
 
 from api.frameworks.launch import FIELDS, Launch
 from planner.errors import JobError
+from planner.plan.job_spec import JobPhase
 
 T = TypeVar("T")
 
@@ -179,7 +180,9 @@ def _unreadable(title: str, what: str) -> JobError:
     return JobError(f"The {title} configuration is not valid {what}.", what_to_do="Correct the file.")
 
 
-def check_sayable(launch: Launch, title: str, says: Iterable[str], reasons: Iterable[str] = ()) -> None:
+def check_sayable(
+    launch: Launch, title: str, says: Iterable[str], reasons: Iterable[str] = (), *, phase: JobPhase = "training"
+) -> None:
     """Raise if a framework cannot say a launch.
 
     Args:
@@ -187,11 +190,12 @@ def check_sayable(launch: Launch, title: str, says: Iterable[str], reasons: Iter
         title: the framework's name.
         says: the fields that it can say; others have to be as in ``Launch()``.
         reasons: why it cannot say this launch, as clauses.
+        phase: the phase of all its launches.
 
     Raises:
         JobError: the launch cannot be said.
     """
-    usual = Launch(phase=launch.phase)
+    usual = Launch(phase=phase)
     others = [name for name in FIELDS if name not in says and getattr(launch, name) != getattr(usual, name)]
     found = [*(f"{name} {shown(getattr(launch, name))} cannot be said" for name in others), *reasons]
     if found:
