@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.options import Json, Model
-from api.cli.terminal import reported, terminal, watched
+from api.cli.options import Json, Model, PlanFile
+from api.cli.terminal import check_writable, errors_terminal, reported, terminal, watched, write_output
 
 
 def add_framework_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command("check")(check_command)
+    app.command("export")(export_command)
 
 
 def check_command(
@@ -90,3 +91,39 @@ def _text_of(name: str) -> str:
         advice = "Give the file of a configuration, or - and the configuration on standard input."
         raise JobError(f"{name} cannot be read: {reason}.", what_to_do=advice, field="configuration") from error
     return str(text)
+
+
+def export_command(
+    plan: PlanFile,
+    framework: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="torch (a script), torchtitan, megatron, megatron-bridge, accelerate, deepspeed, transformers, vllm.",
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write this file. Default: standard output.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write PLAN as a configuration of a framework, and say what of the plan it expresses, approximates or loses."""
+    with reported(as_json):
+        from api.frameworks.export import export_plan, step_time_of
+        from api.render.export import show_rows
+        from planner.plan.sharding_plan import ShardingPlan
+
+        if output is not None:
+            check_writable(output)
+        loaded = ShardingPlan.load(plan)
+        exported = export_plan(loaded, framework)
+        with watched() as progress:
+            step_s = None if exported.loses_nothing else step_time_of(exported, loaded, progress)
+        if as_json:
+            typer.echo(json.dumps({**exported.to_dict(), "step_time_s": step_s}, indent=2))
+        else:
+            show_rows(exported, loaded, step_s, errors_terminal())
+        if output is not None:
+            write_output(exported.text, output)
+        elif not as_json:
+            typer.echo(exported.text, nl=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from api.cli.options import PlanFile
-from api.cli.terminal import check_folder, check_writable, reported
+from api.cli.terminal import check_folder, check_writable, reported, write_output
 
 ReportOutput = Annotated[
     Path, typer.Option("--output", "-o", help="Write this file; with png or svg, the figures into this folder.")
@@ -44,7 +44,7 @@ def report_command(
         if format_ == "html":
             from api.view.report import report_html
 
-            _write(output, report_html(loaded))
+            write_output(report_html(loaded), output)
         else:
             from api.view.figures import write_figures
 
@@ -71,17 +71,4 @@ def trace_command(
         except ValueError as error:
             advice = "Give numbers with commas between them, such as 0,8."
             raise JobError(f"--ranks is {ranks!r}.", what_to_do=advice, field="ranks") from error
-        _write(output, json.dumps(chrome_trace(ShardingPlan.load(plan), ranks=numbers)))
-
-
-def _write(output: Path, text: str) -> None:
-    """Write a whole file, or on an error nothing; raise a `JobError` where that fails."""
-    from planner.errors import JobError
-    from planner.plan.file import write_atomically
-
-    try:
-        write_atomically(text, output)
-    except OSError as error:
-        detail = f"--output {output} cannot be written: {error.strerror}."
-        raise JobError(detail, what_to_do="Give the name of a file that may be written.") from error
-    typer.echo(f"(written to {output})", err=True)
+        write_output(json.dumps(chrome_trace(ShardingPlan.load(plan), ranks=numbers)), output)

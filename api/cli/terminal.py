@@ -78,6 +78,13 @@ def terminal() -> Any:
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
+def errors_terminal() -> Any:
+    """Return the console for tables on standard error."""
+    from rich.console import Console
+
+    return Console(highlight=False, stderr=True, width=160)
+
+
 @contextmanager
 def watched(every_s: float = REPORT_EVERY_S) -> Iterator[Progress]:
     """Yield a progress callback that shows planning on standard error.
@@ -164,6 +171,19 @@ def save_plan(plan: ShardingPlan, output: Path) -> None:
     except OSError as error:
         detail = f"--output {output} cannot be written: {error.strerror}."
         raise JobError(detail, what_to_do="Give the name of a file that may be written.") from error
+
+
+def write_output(text: str, output: Path) -> None:
+    """Write a whole file, or on an error nothing; raise a `JobError` where that fails."""
+    from planner.errors import JobError
+    from planner.plan.file import write_atomically
+
+    try:
+        write_atomically(text, output)
+    except OSError as error:
+        detail = f"--output {output} cannot be written: {error.strerror}."
+        raise JobError(detail, what_to_do="Give the name of a file that may be written.") from error
+    typer.echo(f"(written to {output})", err=True)
 
 
 @contextmanager

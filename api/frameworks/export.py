@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from api.frameworks.as_plan import NotAPlan, request_of
 from api.frameworks.expressed import Row
 from api.frameworks.launch import Framework, Launch
 from api.frameworks.plan_launch import FIELD_NAMES, launch_of, rows_of
-from planner.errors import PlanError
+from api.frameworks.registry import find_framework
+from api.requests.plan_request import plan_request
+from planner.errors import PlanError, PlannerError
 from planner.plan.sharding_plan import ShardingPlan
+from planner.progress import Progress
+
+TORCH = "torch"
+"""Name of the export that is a script of torch alone."""
 
 _MOST_SIMPLIFICATIONS = 3
 """Most simplifications at once by which a configuration may differ from a plan."""
@@ -22,7 +29,7 @@ class Exported:
     """A plan as a framework's configuration.
 
     Attributes:
-        framework: its name.
+        framework, title: its name, and as people write it.
         file: name that such files have.
         text: the configuration.
         rows: what of the plan it says.
@@ -30,6 +37,7 @@ class Exported:
     """
 
     framework: str
+    title: str
     file: str
     text: str
     rows: tuple[Row, ...]
@@ -44,6 +52,37 @@ class Exported:
         """Return plain JSON data."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         return {"framework": self.framework, "file": self.file, "text": self.text, "rows": rows}
+
+
+def export_plan(plan: ShardingPlan, name: str) -> Exported:
+    """Return ``plan`` as a configuration of the framework ``name``, or as a torch script ("torch").
+
+    Raises:
+        JobError: there is no such framework. `PlanError`: it has no configuration that is near the plan.
+    """
+    if name != TORCH:
+        return export(plan, find_framework(name))
+    from api.frameworks.torch_script import torch_script
+
+    script = torch_script(plan)
+    return Exported(framework=TORCH, title=TORCH, file="train.py", text=script.text, rows=script.rows)
+
+
+def step_time_of(exported: Exported, plan: ShardingPlan, progress: Progress | None = None) -> float | None:
+    """Return the seconds of a step under an exported configuration, planned and priced op by op.
+
+    None where its layouts are no plan of ours, or the model or cluster of ``plan`` is not known.
+    """
+    if exported.launch is None or plan.model is None or not plan.cluster:
+        return None
+    request = request_of(exported.launch, plan.model, dict(plan.cluster), plan.job.seq or 1, None)
+    if isinstance(request, NotAPlan):
+        return None
+    try:
+        estimate = plan_request(request, allow_local=True, progress=progress).estimate
+    except PlannerError:
+        return None
+    return None if estimate is None else estimate.step_time_s
 
 
 def export(plan: ShardingPlan, framework: Framework) -> Exported:
@@ -67,6 +106,7 @@ def export(plan: ShardingPlan, framework: Framework) -> Exported:
         launch = other
     return Exported(
         framework=framework.name,
+        title=framework.title,
         file=framework.file,
         text=framework.write(launch, model),
         rows=_worst_of_each(rows),
