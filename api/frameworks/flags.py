@@ -117,7 +117,7 @@ def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command; quotes and comments are removed, and quoted words stay whole."""
     words: list[str] = []
     word: str | None = None
-    place = 0
+    place, in_array = 0, False
     while place < len(text):
         char, end = text[place], place + 1
         if char == "\\" and end < len(text):
@@ -136,10 +136,14 @@ def _commands(text: str) -> Iterator[list[str]]:
             end = text.find("\n", place)
             end = len(text) if end < 0 else end
         elif char in _SEPARATORS or char in _BLANKS:
+            starts_array = char == "(" and word is not None and word.endswith("=")
             if word is not None:
                 words.append(word)
                 word = None
-            if char in _SEPARATORS and words:
+            if char == ")" and not in_array and len(words) == 1:
+                words = []  # a pattern of a case
+            in_array = starts_array or (in_array and char != ")")
+            if char in _SEPARATORS and words and not (in_array and char == "\n"):
                 yield words
                 words = []
         elif char in "<>":

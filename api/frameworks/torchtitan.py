@@ -249,6 +249,6 @@ TORCHTITAN = Framework(
     implementation=implementation,
     key_value_heads="divided",
     vocabulary="uneven",
-    planners=("ddp", "fsdp", "hsdp", "fsdp-tp"),
+    planners=("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"),
 )
 """torchtitan."""

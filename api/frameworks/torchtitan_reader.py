@@ -188,12 +188,9 @@ def _recipe(given: Mapping[str, Any], notes: Notes) -> Recipe | None:
 
 
 def _launch(root: Section, devices: int, *, is_toml: bool, recipe: Recipe | None) -> Launch:
-    notes = root.notes
-    degrees = _degrees(root, devices)
-    replicate, shard, context, tensor, pipeline = degrees
+    replicate, shard, context, tensor, pipeline = _degrees(root, devices)
     sequence = tensor > 1 and root.switch("parallelism.enable_sequence_parallel", True)
     seq = _default(root, "training.seq_len", 2048)
-    _sequence(notes, seq, tensor if sequence else 1, context)
     schedule, virtual = _pipeline(root, pipeline, recipe)
     micro_batch, batch = _batches(root, replicate * shard, pipeline, is_toml=is_toml)
     expert, expert_tensor = _experts(root, shard * context * tensor, tensor)
@@ -255,16 +252,6 @@ def _degrees(root: Section, devices: int) -> tuple[int, int, int, int, int]:
         )
     replicate, context, tensor, pipeline = keys.values()
     return replicate, max(1, devices // rest), context, tensor, pipeline
-
-
-def _sequence(notes: Notes, seq: int, tensor: int, context: int) -> None:
-    unit = tensor * (2 * context if context > 1 else 1)
-    if seq % unit:
-        near = " or ".join(str(each) for each in (seq // unit * unit, (seq // unit + 1) * unit) if each)
-        notes.faults.append(
-            f"training.seq_len {seq} is no multiple of {unit}, which sequence and context parallelism need "
-            f"({near} would do)"
-        )
 
 
 def _pipeline(root: Section, pipeline: int, recipe: Recipe | None) -> tuple[Schedule, int]:

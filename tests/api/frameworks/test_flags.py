@@ -24,6 +24,8 @@ from api.frameworks.flags import read_flags, read_variables
         ("torchrun --nnodes 2 -m some.module --a 1 | tee log", [("--a", "1")]),
         ("MODULE=m ./run_train.sh --x.y 2 > log.txt", [("--x.y", "2")]),
         ('srun --container-image=i bash -c "torchrun --nnodes 2 x.py --a 1"', [("--a", "1")]),
+        ("PROFILE=(\n  nsys profile\n  --trace cuda\n)\nA=(\n  --b\n  --c 1\n)", [("--b", None), ("--c", "1")]),
+        ('case "$1" in\n  --help) usage ;;\n  --x)\n    X=1 ;;\nesac\n--y 1', [("--y", "1")]),
         ("docker run --gpus all image\nmkdir -p logs", []),
         ("vllm serve org/model -tp 8 --swap-space 4", [("-tp", "8"), ("--swap-space", "4")]),
         ("""--json '{"a b": 1}' --data one two""", [("--json", '{"a b": 1}'), ("--data", "one two")]),
