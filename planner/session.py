@@ -136,12 +136,14 @@ class PlanningSession(TracedJob):
     ) -> ShardingPlan | None:
         """Return the plan of the first of some baselines that is within ``tolerance`` of the fastest; None: none fits.
 
+        All their FSDP groups reshard after the forward, and all blocks are checkpointed alike, as frameworks have it.
         Baselines that the cluster or the batch has no mesh for are left out.
         """
+        session = self._resharding_after_forward()
         plans: list[ShardingPlan] = []
         for name in names:
             try:
-                found = self._plan_or_least_memory(name, mesh, memory_bytes, excluded=excluded, mixes=False)
+                found = session._plan_or_least_memory(name, mesh, memory_bytes, excluded=excluded, mixes=False)
             except (MeshError, BaselineError):
                 continue
             if isinstance(found, ShardingPlan):

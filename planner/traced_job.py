@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Unpack
+from typing import Self, Unpack
 
 from torch import nn
 
@@ -179,6 +180,15 @@ class TracedJob:
             zigzag=self.job.zigzag,
         )
         return RunPlanner(analysis, self.job, self.cluster, self._batch, self._clock)
+
+    def _resharding_after_forward(self) -> Self:
+        """Return this job with plans all of whose FSDP groups reshard after the forward."""
+        job = copy.copy(self)
+        job._planner = copy.copy(self._planner)
+        job._planner.reshards_after_forward = True
+        job._context = WorkerContext(job._planner)
+        job._pool = Pool(job._context, 1)
+        return job
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.

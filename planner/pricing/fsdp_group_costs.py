@@ -69,6 +69,8 @@ class FsdpGroupPricer:
         each of them that all-gathers the parameters. ``STEP`` needs several micro-batches.
         """
         options = [ReshardAfter.FORWARD]
+        if self._run.reshards_after_forward:
+            return tuple(options)
         if self._run.place is None:
             options.append(ReshardAfter.BACKWARD)
         if self._run.micro_batches > 1:

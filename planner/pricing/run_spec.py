@@ -52,6 +52,7 @@ class Run:
         place: place of the pipeline stage; None: the run is the whole model.
         batch_axes: indices of mesh axes that split only the batch: compute layouts of parameters are replicated on
             these axes.
+        reshards_after_forward: whether all FSDP groups reshard after the forward; else each as is best.
     """
 
     job: Job
@@ -62,6 +63,7 @@ class Run:
     grouping: Grouping = UNIFORM_BLOCKS
     place: StagePlace | None = None
     batch_axes: tuple[int, ...] = ()
+    reshards_after_forward: bool = False
 
     @property
     def flash_attention(self) -> bool:

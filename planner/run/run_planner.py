@@ -30,10 +30,10 @@ from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.run.baselines import Restriction
+from planner.run.batch_axes import batch_axes
 from planner.run.memory_bound import least_alive_bytes, least_gradient_bytes, least_saved_bytes, least_state_bytes
 from planner.run.mesh_bound import MeshBound
 from planner.run.model_analysis import ModelAnalysis
-from planner.run.pins import Pin
 from planner.run.run_results import Candidate, RelaxedRun, SolvedRun
 from planner.run.stage_clock import Clock, left_s
 from planner.run.unsupported_ops import with_local_ops_marked
@@ -60,7 +60,10 @@ class RunPlanner:
 
     Attributes:
         batch: samples in the global batch.
+        reshards_after_forward: whether all FSDP groups reshard after the forward; else each as is best.
     """
+
+    reshards_after_forward = False
 
     def __init__(
         self,
@@ -175,18 +178,12 @@ class RunPlanner:
             ac=ac,
             grouping=self.model.grouping(ac, leading_blocks),
             batch_axes=self.batch_axes(mesh),
+            reshards_after_forward=self.reshards_after_forward,
         )
 
     def batch_axes(self, mesh: MeshSpec) -> tuple[int, ...]:
-        """Return the indices of the axes of ``mesh`` that split only the batch: all but the two innermost.
-
-        Fewer choices on these axes keep the programs small. Axes of one rank do not count. The result is empty if the
-        axes do not divide the batch evenly, or if a pin on a compute layout names one of them.
-        """
-        outer = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)[:-2]
-        pinned = {pin.axis for pin in map(Pin.parse, self.job.pins) if pin.used}
-        divides = self.batch % math.prod(mesh.shape[axis] for axis in outer) == 0
-        return outer if divides and pinned.isdisjoint(mesh.names[axis] for axis in outer) else ()
+        """Return the indices of the axes of ``mesh`` that split only the batch."""
+        return batch_axes(mesh, self.batch, self.job.pins)
 
     def micro_batch(self, run: Run) -> int:
         """Return the number of samples in one micro-batch of ``run``."""
