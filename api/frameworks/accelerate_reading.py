@@ -61,6 +61,8 @@ def read_document(root: Section, script: Section, devices: int) -> Launch:
     kinds = {name: name for name in ("NO", *DEVICES, "FSDP", "DEEPSPEED", "MEGATRON_LM", "MULTI_CPU", "XLA")}
     if "distributed_type" not in root:
         notes.faults.append("distributed_type has to be given: FSDP, MULTI_GPU, DEEPSPEED or NO would do")
+    if root.values.get("distributed_type") is False:  # NO without quotes, which accelerate takes
+        root = Section({**root.values, "distributed_type": "NO"}, notes)
     kind = root.choice("distributed_type", kinds, "NO" if devices == 1 else "MULTI_GPU")
     _check_processes(root, kind, devices)
     if kind in ("MULTI_CPU", "XLA", "MEGATRON_LM"):

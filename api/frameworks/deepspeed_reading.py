@@ -178,7 +178,8 @@ def _dtype(root: Section, stage: int) -> TrainingDtype:
     is_bf16, is_fp16 = bf16.switch("enabled", False), fp16.switch("enabled", False)
     if is_bf16 and is_fp16:
         root.notes.faults.append("fp16.enabled and bf16.enabled are both true: one of them would do")
-    _check_master_weights(bf16 if is_bf16 else fp16, stage)
+    _check_master_weights(bf16, stage)
+    _check_master_weights(fp16, stage)
     autocast = root.section("torch_autocast")
     if not is_bf16 and not is_fp16 and autocast.switch("enabled", False):
         autocast.leave("enabled", because="parameters are priced in the dtype of autocast")
@@ -192,7 +193,7 @@ def _check_master_weights(section: Section, stage: int) -> None:
         if section.switch(key, False) and stage == 0:
             section.notes.faults.append(f"{section.name(key)} needs zero_optimization.stage 1, 2 or 3")
         section.leave(key, because="master weights and states are priced in 32 bits")
-    if section.switch("bf16_optimizer_states", False) and not section.switch(name, False):
+    if section.switch("bf16_optimizer_states", False) and stage and not section.switch(name, False):
         section.notes.faults.append(f"{section.name('bf16_optimizer_states')} needs {section.name(name)} true")
 
 
@@ -231,7 +232,7 @@ def _leave(root: Section, zero: Section, stage: int) -> None:
     zero.leave("zero_quantized_weights", "zero_quantized_gradients", because="bytes are priced unquantized")
     zero.leave("zenflow", because="asynchronous updates are not priced")
     if stage and not zero.switch("overlap_comm", stage == 3):
-        root.notes.unpriced.append(f"{zero.name('overlap_comm')} false: reductions are priced as overlapped")
+        root.notes.unpriced.append(f"{zero.name('overlap_comm')} is not true: reductions are priced as overlapped")
     root.leave("communication_data_type", because="gradients are reduced in the dtype of compute", unless=("auto",))
     data_types = root.section("data_types")
     data_types.leave("grad_accum_dtype", because="gradients accumulate in the dtype of compute")

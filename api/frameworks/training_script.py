@@ -83,7 +83,7 @@ def script_arguments(launch: Launch, *names: str) -> dict[str, int | bool | str]
         values[CHECKPOINTING] = True
     if launch.seq is not None:
         values[LENGTHS[0]] = launch.seq
-    if launch.optimizer != "adamw":
+    if launch.optimizer != "adamw" and "optim" in (names or ("optim",)):
         values["optim"] = optimizer_name(launch.optimizer)
     return {name: value for name, value in values.items() if not names or name in names}
 

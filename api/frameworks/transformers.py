@@ -84,6 +84,10 @@ def _launch(root: Section, devices: int) -> Launch:
     plans = {name: _plan(root, name) for name in _PLANS}
     sizes = _sizes(root, devices)
     expert = _experts(root, sizes)
+    if root.values.get("enable_expert_parallel") is True and "ep_size" not in root and plans["tp_plan"] is None:
+        plans["tp_plan"] = {}
+    if sizes["tensor"] > 1 and plans["tp_plan"] == {}:
+        root.notes.unpriced.append("tp_plan {}: dense layers are priced as split by tp_size")
     script = read_script(root, sizes["replicate"] * sizes["shard"], usual=8, why="the default")
     offload = root.switch("fsdp_cpu_offload", False)
     root.leave("fsdp_cpu_offload", because="what is held on the host is not priced")
@@ -165,11 +169,11 @@ def _sizes(root: Section, devices: int) -> dict[str, int]:
 def _experts(root: Section, sizes: Mapping[str, int]) -> int:
     """Return the ranks that experts are spread over."""
     tensor, width = sizes["tensor"], sizes["shard"] * sizes["tensor"]
-    if root.switch("enable_expert_parallel", False):
-        root.notes.faults.append(
-            f"enable_expert_parallel is gone since 5.21: ep_size {tensor} and tp_plan {{}} would do"
-        )
-    expert = root.number("ep_size", 1)
+    usual = 1
+    if root.switch("enable_expert_parallel", False) and "ep_size" not in root:
+        usual = tensor
+        root.notes.assumed.append(f"enable_expert_parallel: ep_size {tensor} and tp_plan {{}}, which replace it")
+    expert = root.number("ep_size", usual)
     legal = [size for size in range(1, width + 1) if size % tensor == 0 and width % size == 0]
     if expert > 1 and expert not in legal:
         advice = " or ".join(map(str, legal))

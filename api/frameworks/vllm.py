@@ -103,7 +103,9 @@ def _flags(text: str, notes: Notes) -> dict[str, object]:
             values[f"--{key[5:]}"] = False
         elif key not in known and key not in GONE:
             notes.faults.append(f"{written} is not a flag of {TITLE}{closest(key, known)}")
-        elif key == written or "." not in written:
+        elif "." in written:
+            values.setdefault(key, written)
+        else:
             values[key] = True if value is None else _value(value)
     return values
 
