@@ -15,7 +15,9 @@ from cost_model.configuration.parallelism import Checkpointing
 
 MICRO_BATCH = "per_device_train_batch_size"
 STEPS = "gradient_accumulation_steps"
-CHECKPOINTING = "gradient_checkpointing"
+CHECKPOINTING = "activation_checkpointing"
+OLD_CHECKPOINTING = "gradient_checkpointing"
+"""The name of `CHECKPOINTING` before transformers 5.24, which is still taken."""
 LENGTHS = ("max_length", "max_seq_length", "model_max_length")
 
 OPTIMIZERS = {
@@ -59,6 +61,7 @@ def read_script(section: Section, data: int, *, usual: int, why: str, steps: int
     if STEPS in section:
         steps = section.number(STEPS, 1)
     lengths = [section.number(name, 1) for name in LENGTHS if name in section]
+    checkpointing = CHECKPOINTING if CHECKPOINTING in section else OLD_CHECKPOINTING
     optimizer = "adamw"
     if "optim" in section:
         written = str(section.values["optim"])
@@ -69,7 +72,7 @@ def read_script(section: Section, data: int, *, usual: int, why: str, steps: int
         micro_batch=micro_batch,
         batch=None if steps is None else micro_batch * steps * data,
         seq=lengths[0] if lengths else None,
-        checkpointing="full" if section.switch(CHECKPOINTING, False) else "none",
+        checkpointing="full" if section.switch(checkpointing, False) else "none",
         optimizer=optimizer,
     )
 
