@@ -268,9 +268,10 @@ def _interleaved(settings: Settings, pipeline: int, virtual: int, micro_batches:
     """Note that a pipeline with virtual stages runs groups of as many micro-batches as it has ranks."""
     name = "microbatch_group_size_per_virtual_pipeline_stage"
     if virtual > 1 and micro_batches % pipeline and not settings.has(name):
+        many = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
         settings.fault(
-            f"{settings.key('global_batch_size')} gives {micro_batches} micro-batches, which virtual stages need to be a "
-            f"multiple of {settings.key('pipeline_model_parallel_size')} {pipeline}"
+            f"{settings.key('global_batch_size')} gives {many}, and virtual stages need a multiple of "
+            f"{settings.key('pipeline_model_parallel_size')} {pipeline}"
         )
 
 

@@ -11,6 +11,7 @@ from api.frameworks.documents import Notes, Section, closest, divisors, known_ke
 from api.frameworks.flags import TORCHRUN_FLAG, read_flags, read_variables
 from api.frameworks.launch import Launch, Reading
 from api.frameworks.torchtitan_recipes import Recipe, recipes
+from cost_model.configuration.divisibility import alternatives
 from cost_model.configuration.parallelism import Checkpointing, Schedule, TrainingDtype
 from planner.errors import JobError
 
@@ -74,7 +75,7 @@ UNPRICED = {
 }
 """Key -> why its value is not in the price."""
 
-OFF = (False, "false", "False", "none", "None", "", "standard", [], "[]")
+OFF: tuple[object, ...] = (False, "false", "False", "none", "None", "", "standard", [], "[]")
 
 _ENDS = ("first", "last")
 _POLICY = re.compile(r"\bactivation[-_]checkpoint:([\w-]+)")
@@ -144,11 +145,11 @@ def _flags(text: str) -> Iterator[tuple[str, Any]]:
     policies = _POLICY.findall("\n".join(line.partition("#")[0] for line in text.splitlines()))
     if policies:
         yield "activation_checkpoint.mode", policies[-1]
-    for flag, value in read_flags(text):
+    for flag, words_of_flag in read_flags(text):
         if not flag.startswith("--") or (TORCHRUN_FLAG.fullmatch(flag) and "." not in flag and flag != "--module"):
             continue
         section, _, key = flag[2:].replace("-", "_").rpartition(".")
-        words = [word for word in (value or "").split(" ") if word and not _POLICY.fullmatch(word)]
+        words = [word for word in (words_of_flag or "").split(" ") if word and not _POLICY.fullmatch(word)]
         no = key.startswith("no_") and f"{section}.{key[3:]}" in known_keys("torchtitan")
         name = ".".join(part for part in (section, key[3:] if no else key) if part)
         yield name, "false" if no else (" ".join(words) or "true")
@@ -163,10 +164,16 @@ def _unknown(given: Mapping[str, Any], notes: Notes) -> None:
 
 
 def _translate(given: dict[str, Any], notes: Notes) -> None:
-    for old, new in RENAMED.items():
-        if old in given and new not in given:
-            given[new] = given.pop(old)
-            notes.assumed.append(f"{old} is the older name of {new}")
+    """Rename the keys of older releases. Before 2025-04, a pipeline had as many micro-batches as ranks by default."""
+    degree, count = "experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_microbatches"
+    if degree in given and count not in given:
+        given["parallelism.pipeline_parallel_microbatches"] = given[degree]
+    renamed = [(old, new) for old, new in RENAMED.items() if old in given and new not in given]
+    for old, new in renamed:
+        given[new] = given.pop(old)
+    if renamed:
+        names = ", ".join(f"{old} is {new} now" for old, new in renamed)
+        notes.assumed.append(f"keys of an older release: {names}")
 
 
 def _recipe(given: Mapping[str, Any], notes: Notes) -> Recipe | None:
@@ -275,7 +282,7 @@ def _pipeline(root: Section, pipeline: int, recipe: Recipe | None) -> tuple[Sche
         needs = f"{pipeline}" if stages == 1 else f"a multiple of {pipeline}, at least {2 * pipeline}"
         root.notes.faults.append(
             f"{per_stage} {root.values[per_stage]} gives {found} stages, and {key} {root.values.get(key, '1F1B')} on "
-            f"{pipeline} ranks needs {needs} ({' or '.join(map(str, legal)) or 'no value'} would do)"
+            f"{pipeline} ranks needs {needs} ({alternatives(legal) if legal else 'no value'} would do)"
         )
         return schedule, stages
     return schedule, found // pipeline
