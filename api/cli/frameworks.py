@@ -11,6 +11,31 @@ import typer
 
 from api.cli.options import Json, Model, PlanFile
 from api.cli.terminal import check_writable, errors_terminal, reported, terminal, watched, write_output
+from planner.plan.job_spec import MESH
+
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        help="Only plans that this framework's configuration says in full (see export --to): torch, torchtitan, ...",
+        rich_help_panel=MESH,
+    ),
+]
+
+
+def planner_for(framework: str, planner: str) -> str:
+    """Return the planner whose plans a framework's configuration says in full.
+
+    Raises:
+        JobError: there is no such framework, or a planner was named too.
+    """
+    from api.frameworks.export import planners_of
+    from planner.errors import JobError
+
+    if planner != "ilp":
+        advice = "Leave one of them out."
+        raise JobError(f"--for {framework} chooses the planner, and --planner is {planner}.", what_to_do=advice)
+    return "+".join(planners_of(framework))
 
 
 def add_framework_commands(app: typer.Typer) -> None:

@@ -16,7 +16,7 @@ import typer
 from api.cli.catalogue import add_catalogue_commands, print_versions
 from api.cli.defaults import with_assumed
 from api.cli.former_names import CommandsWithFormerNames
-from api.cli.frameworks import add_framework_commands
+from api.cli.frameworks import For, add_framework_commands, planner_for
 from api.cli.headings import CommandWithHeadings
 from api.cli.options import (
     Details,
@@ -86,6 +86,7 @@ def plan_command(
     model: Model,
     options: dict[str, Any],
     output: PlanOutput = None,
+    framework: For = None,
     details: Details = False,
     tokens: Tokens = None,
     price: Price = None,
@@ -101,6 +102,8 @@ def plan_command(
         if output is not None:
             check_writable(output)
         limits = {name: options.pop(name) for name in ("time_limit_s", "jobs")}
+        if framework is not None:
+            options["planner"] = planner_for(framework, options["planner"])
         options, assumed = with_assumed(model, options)
         plan = plan_of(request_of(model=model, **options), use_cache=not no_cache, **limits)
         plan = dataclasses.replace(plan, assumed=assumed)

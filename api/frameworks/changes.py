@@ -22,6 +22,9 @@ LEAST_GAIN = 0.01
 
 MOST_CHANGES = 3
 
+HEADROOM = 0.08
+"""Fraction of a device's memory that a proposed launch leaves free, as plans do."""
+
 _ROUNDS = 6
 """Most times that the best launch is sought around the best that is known."""
 
@@ -96,7 +99,7 @@ def _with_fewest_decisions(
     for name in sorted(decisions_in(launch, best)):
         for other in _with(pricer, best, name, getattr(launch, name)):
             found = pricer.price(other) if pricer.is_legal(other) else None
-            if found is not None and found.fits and found.time.total_s <= price.time.total_s * (1 + 1e-6):
+            if found is not None and _leaves_headroom(found) and found.time.total_s <= price.time.total_s * (1 + 1e-6):
                 best, price = other, found
     return best, price
 
@@ -144,7 +147,7 @@ def _around(pricer: LaunchPricer, launch: Launch, decisions: int) -> dict[Launch
         if not pricer.is_legal(other) or not pricer.framework.can_write(other):
             continue
         price = pricer.price(other)
-        if price is not None and price.fits:
+        if price is not None and _leaves_headroom(price):
             result[other] = price
     return result
 
@@ -202,6 +205,10 @@ def _with(pricer: LaunchPricer, launch: Launch, name: str, value: Any) -> Iterat
         smaller = max(size for size in _divisors(per_rank) if size <= changed.micro_batch)
         changed = dataclasses.replace(changed, micro_batch=smaller)
     yield changed
+
+
+def _leaves_headroom(price: PricedConfiguration) -> bool:
+    return price.memory.device <= (1 - HEADROOM) * price.cluster.memory_bytes
 
 
 def _divisors(number: int) -> tuple[int, ...]:

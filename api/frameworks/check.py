@@ -146,8 +146,7 @@ def check(
     spec, made = transformer_of(config), framework_of(framework, text)
     reading = made.read(text, where.size)
     launch = reading.launch
-    if batch is not None:
-        launch = dataclasses.replace(launch, batch=batch)
+    launch = dataclasses.replace(launch, batch=batch if launch.batch is None and batch else launch.global_batch)
     tokens = seq or launch.seq
     if tokens is None:
         raise JobError(

@@ -20,6 +20,9 @@ from planner.progress import Progress
 TORCH = "torch"
 """Name of the export that is a script of torch alone."""
 
+TORCH_PLANNERS = ("ddp", "fsdp", "hsdp", "fsdp-tp")
+"""Baselines that such a script says in full."""
+
 _MOST_SIMPLIFICATIONS = 3
 """Most simplifications at once by which a configuration may differ from a plan."""
 
@@ -52,6 +55,15 @@ class Exported:
         """Return plain JSON data."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         return {"framework": self.framework, "file": self.file, "text": self.text, "rows": rows}
+
+
+def planners_of(name: str) -> tuple[str, ...]:
+    """Return the baselines whose plans a framework, or a torch script, says in full.
+
+    Raises:
+        JobError: there is no such framework.
+    """
+    return TORCH_PLANNERS if name == TORCH else find_framework(name).planners
 
 
 def export_plan(plan: ShardingPlan, name: str) -> Exported:

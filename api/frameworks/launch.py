@@ -179,16 +179,16 @@ class Framework:
         return True
 
     def changes(self, before: Launch, after: Launch) -> tuple[str, ...]:
-        """Return how the framework says what differs in ``after``.
+        """Return what the framework says of ``after`` and not of ``before``, with what follows from a change.
 
         Raises:
             KeyError: a field that differs cannot be said.
         """
-        differing = [name for name in FIELDS if getattr(before, name) != getattr(after, name)]
-        texts: dict[str, None] = {}
-        for name in differing:
-            texts.update(dict.fromkeys(self.says[name](after)))
-        return tuple(texts)
+        for name in FIELDS:
+            if getattr(before, name) != getattr(after, name) and name not in self.says:
+                raise KeyError(name)
+        known = {text for say in self.says.values() for text in say(before)}
+        return tuple(dict.fromkeys(text for say in self.says.values() for text in say(after) if text not in known))
 
 
 def flag(text: str, name: str) -> Callable[[Launch], tuple[str, ...]]:

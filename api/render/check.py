@@ -67,27 +67,32 @@ def _changes(check: Check) -> list[str]:
         if not check.fits:
             return fold(f"No change of {title}'s configuration was found that fits.")
         return fold(f"No change of {title}'s configuration was found that saves 1 % or more.")
-    rows = [("What would help" if check.fits else "What would fit", "step", "memory", "")]
-    rows += [row for change in check.changes for row in _rows(check, change)]
-    if check.best is not None and all(check.best.launch != change.launch for change in check.changes):
-        rows.append(("  the best found:", "", "", ""))
-        rows += _rows(check, check.best)
-    return table(rows, "<>><", indent="")
-
-
-def _rows(check: Check, change: Change) -> list[tuple[str, str, str, str]]:
-    figures = (duration(change.priced.time.total_s), size(change.priced.memory.device), _gain(check, change))
-    first, *rest = change.texts or ("(as it is)",)
-    return [(f"  {first}", *figures), *((f"  {text}", "", "", "") for text in rest)]
+    changes = list(check.changes)
+    if check.best is not None and all(check.best.launch != change.launch for change in changes):
+        changes.append(check.best)
+    rows = [("What would help" if check.fits else "What would fit", "step", "memory")]
+    rows += [
+        (
+            f"  {'the best found' if change is check.best else ''}{_gain(check, change)}",
+            duration(change.priced.time.total_s),
+            size(change.priced.memory.device),
+        )
+        for change in changes
+    ]
+    first, *heads = table(rows, "<>>", indent="")
+    lines = [first]
+    for head, change in zip(heads, changes, strict=True):
+        lines += [head, *(line for text in change.texts for line in fold(text, "    ", "      "))]
+    return lines
 
 
 def _gain(check: Check, change: Change) -> str:
     if change.gain is None or check.priced is None:
-        return ""
+        return "" if change is check.best else "by this change:"
     experts = check.priced.spec.experts is not None
     stated = stated_configuration_error(check.cluster, check.launch.dtype, has_experts=experts)
-    text = f"{percent(change.gain)} less"
-    return f"{text}: within the model's error" if stated is not None and change.gain < stated.error else text
+    text = f"{', ' if change is check.best else ''}{percent(change.gain)} less"
+    return f"{text}, within the model's error" if stated is not None and change.gain < stated.error else text
 
 
 def _plans(check: Check) -> list[str]:
