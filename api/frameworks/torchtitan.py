@@ -173,6 +173,12 @@ def _says_expert(launch: Launch) -> tuple[str, ...]:
     return (degree, _GRAPHS) if launch.expert > 1 else (degree,)
 
 
+def _says_context(launch: Launch) -> tuple[str, ...]:
+    """Return the degree, and the backend that runs SDPA with it."""
+    degree = f"--parallelism.context_parallel_degree {launch.context}"
+    return (degree, "--parallelism.spmd_backend partial_dtensor") if launch.context > 1 else (degree,)
+
+
 def _says_batch(launch: Launch) -> tuple[str, ...]:
     """Return the batches; a pipeline splits its local batch into micro-batches, and runs once a step."""
     total = f"--training.global_batch_size {-1 if launch.batch is None else launch.batch}"
@@ -217,7 +223,7 @@ SAYS: Mapping[str, Callable[[Launch], tuple[str, ...]]] = {
     "pipeline": _says_pipeline,
     "virtual_stages": _says_schedule,
     "schedule": _says_schedule,
-    "context": flag("--parallelism.context_parallel_degree {}", "context"),
+    "context": _says_context,
     "expert": _says_expert,
     "expert_tensor": _nothing,
     "micro_batch": _says_batch,

@@ -10,28 +10,11 @@ from typing import Any
 from api.frameworks.documents import Notes, Section, closest, divisors, known_keys
 from api.frameworks.flags import TORCHRUN_FLAG, read_flags, read_variables
 from api.frameworks.launch import Launch, Reading
+from api.frameworks.torchtitan_keys import OFF, RENAMED, UNPRICED
 from api.frameworks.torchtitan_recipes import Recipe, recipes
 from cost_model.configuration.divisibility import alternatives
 from cost_model.configuration.parallelism import Checkpointing, Schedule, TrainingDtype
 from planner.errors import JobError
-
-RENAMED = {
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
-    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatches",
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
-    "experimental.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
-    "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
-}
-"""Key of an older release -> the key of today."""
 
 SCHEDULES: Mapping[str, tuple[Schedule, int]] = {
     "1F1B": ("1f1b", 1),
@@ -52,30 +35,6 @@ MODES: Mapping[str, Checkpointing] = {
     "memory_budget": "selective",
 }
 RESHARD = {"default": None, "always": True, "never": False}
-
-UNPRICED = {
-    "training.enable_cpu_offload": "offloading is not priced",
-    "training.disable_loss_parallel": "logits are priced as split",
-    "parallelism.disable_loss_parallel": "logits are priced as split",
-    "parallelism.enable_fsdp_symm_mem": "collectives are priced without symmetric memory",
-    "parallelism.module_fqns_per_model_part": "stages are priced as equal",
-    "parallelism.pipeline_parallel_schedule_csv": "the schedule is priced as pipeline_parallel_schedule",
-    "parallelism.pipeline_parallel_split_points": "stages are priced as equal",
-    "experimental.pipeline_parallel_split_points": "stages are priced as equal",
-    "parallelism.expert_parallel_comm_backend": "priced as plain all-to-all",
-    "compile.enable_async_tensor_parallel": "collectives of tensor parallelism are priced as exposed",
-    "override.imports": "overrides are not priced",
-    "optimizer.early_step_in_backward": "the optimizer is priced after backward",
-    "float8.enable_fsdp_float8_all_gather": "priced as an all-gather in 16 bits",
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": "priced as an all-gather in 16 bits",
-    "training.enable_fsdp_float8_all_gather": "priced as an all-gather in 16 bits",
-    "quantize.grouped_mm.float8.fqns": "experts are priced in 16 bits",
-    "quantize.grouped_mm.mx.fqns": "experts are priced in 16 bits",
-    "fault_tolerance.enable": "fault tolerance is not priced",
-}
-"""Key -> why its value is not in the price."""
-
-OFF: tuple[object, ...] = (False, "false", "False", "none", "None", "", "standard", [], "[]")
 
 _ENDS = ("first", "last")
 _POLICY = re.compile(r"\bactivation[-_]checkpoint:([\w-]+)")
@@ -203,6 +162,7 @@ def _launch(root: Section, devices: int, *, is_toml: bool, recipe: Recipe | None
     expert, expert_tensor = _experts(root, shard * context * tensor, tensor)
     if not is_toml:
         _graphs(root, pipeline, expert)
+        _ring_attention(root, context, recipe)
     reshard = root.choice("parallelism.fsdp_reshard_after_forward", RESHARD, "default")
     compiled, checkpointing = _compiled(root), _checkpointing(root)
     return Launch(
@@ -364,6 +324,14 @@ def _graphs(root: Section, pipeline: int, expert: int) -> None:
         root.notes.faults.append(f"parallelism.pipeline_parallel_degree {pipeline} needs --{key}")
     if expert > 1 and not str(root.values.get("config", "")).endswith(("hybridep", "minimal_async_ep")):
         root.notes.faults.append(f"parallelism.expert_parallel_degree {expert} needs --{key}")
+
+
+def _ring_attention(root: Section, context: int, recipe: Recipe | None) -> None:
+    """Note that SDPA runs with context parallelism on DTensors only (distributed/full_dtensor.py)."""
+    key, degree = "parallelism.spmd_backend", "parallelism.context_parallel_degree"
+    backend = str(root.values.get(key, "spmd_types"))
+    if context > 1 and recipe is not None and recipe.module in ("llama3", "qwen3") and backend != "partial_dtensor":
+        root.notes.faults.append(f"{degree} {context} does not run with {key} {backend} (partial_dtensor would do)")
 
 
 def _compiled(root: Section) -> bool:
