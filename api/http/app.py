@@ -9,11 +9,12 @@ from importlib import metadata
 import structlog
 from fastapi import FastAPI
 
+from api.frameworks.requests import CheckRequest
 from api.http.bodies import describe_bodies
 from api.http.body_limit import BodyLimit
 from api.http.problems import add_problem_handlers
 from api.http.request_log import RequestLog
-from api.http.routes import catalogue, comparisons, estimates, explanations, operations, page, plans, views
+from api.http.routes import catalogue, checks, comparisons, estimates, explanations, operations, page, plans, views
 from api.http.service import start_service
 from api.jobs.metrics import Metrics
 from api.jobs.settings import ServerSettings
@@ -47,8 +48,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_middleware(RequestLog, metrics=metrics)
     add_problem_handlers(app)
     # The order matters: /v1/plans/diff must be matched before /v1/plans/{job_id}.
-    for topic in (estimates, plans, comparisons, explanations, views, catalogue, operations, page):
+    for topic in (estimates, plans, comparisons, explanations, checks, views, catalogue, operations, page):
         app.include_router(topic.router)
     page.add_static_files(app)
-    describe_bodies(app, PlanRequest, ComparisonRequest, ExplanationRequest, EstimateRequest, DiffRequest)
+    describe_bodies(app, PlanRequest, ComparisonRequest, ExplanationRequest, CheckRequest, EstimateRequest, DiffRequest)
     return app

@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 
+from api.frameworks.requests import CheckRequest
 from api.jobs.comparisons import comparison_rows
 from api.jobs.solver_main import OUT_OF_MEMORY, Outcome, Report
 from api.render.explanation import explanation_dict
@@ -22,8 +23,8 @@ def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outco
     """Return the plan, the other result or the error of a client's request.
 
     Args:
-        request: the request as JSON data: a `PlanRequest` where it has no ``kind``, a `ComparisonRequest`, or an
-            `ExplanationRequest`.
+        request: the request as JSON data: a `PlanRequest` where it has no ``kind``, a `ComparisonRequest`, an
+            `ExplanationRequest`, or a `CheckRequest`.
         report: called with each progress event.
         time_limit_s: seconds for the search, which then returns its incumbent.
     """
@@ -47,6 +48,8 @@ def _outcome(request: dict[str, Any], progress: Progress, time_limit_s: float) -
         )
         progress(_planned(plan))
         return {"plan": plan.to_dict()}
+    if kind == "check":
+        return {"result": CheckRequest.model_validate(request).checked(progress).to_dict()}
     if kind == "explanation":
         return {"result": _explanation(ExplanationRequest.model_validate(request), progress)}
     comparison = ComparisonRequest.model_validate(request).root

@@ -14,7 +14,7 @@ from torch import nn
 from api.remote.retrying_http import Connection, RemotePlanningError, error_from_problem
 from api.render.tradeoff_rows import TradeoffRow
 from api.requests.comparison_options import ComparisonKind
-from planner.errors import ModelError
+from planner.errors import JobError, ModelError
 from planner.graph.example_inputs import GivenInputs
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
@@ -133,6 +133,28 @@ class RemoteShardingPlanner(ShardingPlanner):
         """
         request = {"plan": plan.to_dict(), "model": self._model_or_config(module), "parameter": parameter}
         result: dict[str, Any] = self._result("/v1/explanations", request, "result")
+        return result
+
+    def check(self, configuration: str, *, framework: str | None = None, plans: bool = True) -> dict[str, Any]:
+        """Return what is found of a framework's configuration, as ``shardplan check --json`` prints it.
+
+        Args:
+            configuration: the contents of its file, or its flags.
+            framework: name of the framework; None: recognised by the text.
+            plans: whether its layouts are planned too, and compared with the best plan.
+
+        Raises:
+            JobError: the planner has no ``model``, or the text cannot be read.
+            RemotePlanningError: the server gave no answer; the message says why.
+        """
+        if self._model is None:
+            advice = "Give RemoteShardingPlanner a model: a preset, or a Hugging Face config."
+            raise JobError("a configuration is checked for a model.", what_to_do=advice, field="model")
+        asked = {name: self._request[name] for name in ("cluster", "batch", "seq") if self._request.get(name)}
+        request = {"model": self._model, "configuration": configuration, "plans": plans, **asked}
+        if framework is not None:
+            request["framework"] = framework
+        result: dict[str, Any] = self._result("/v1/checks", request, "result")
         return result
 
     def _result(self, path: str, request: dict[str, Any], member: str) -> Any:

@@ -16,7 +16,7 @@ from planner.plan.job_spec import JobSpec, SpecField, spec_fields
 from planner.plan.techniques import TechniqueFlags, technique_names, with_technique_list
 
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-JobKind = Literal["plan", "alternatives", "pareto", "sweep", "batches", "explanation"]
+JobKind = Literal["plan", "alternatives", "pareto", "sweep", "batches", "explanation", "check"]
 JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 

@@ -1,4 +1,4 @@
-"""``/v1/plans/{id}``: ``/view``, what is drawn of a plan; ``/trace``, ``/report``; ``/request``, what was asked."""
+"""``/v1/plans/{id}``: ``/view``, what is drawn of a plan; ``/trace``, ``/report``, ``/export``; ``/request``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
+from api.frameworks.export import export_plan
 from api.http.auth import Caller, needs
 from api.http.problems import problem_responses
 from api.http.routes.plans import PLANS
@@ -73,6 +74,23 @@ async def report(job_id: str, request: Request, caller: Reader) -> Response:
     """Return the plan as one self-contained HTML file."""
     text = await run_in_threadpool(lambda: report_html(_planned(request, caller, job_id)[1]))
     return Response(text, media_type="text/html", headers=_download(job_id, "plan.html"))
+
+
+@router.get(
+    "/{job_id}/export", response_class=JSONResponse, responses={**_JSON_OBJECT, **problem_responses(404, 409, 422)}
+)
+async def export(
+    job_id: str,
+    request: Request,
+    caller: Reader,
+    to: Annotated[str, Query(min_length=1, max_length=50, description="Name of a framework, or torch.")],
+) -> JSONResponse:
+    """Return the plan as a framework's configuration: its file, and what of the plan it expresses or loses."""
+
+    def answer() -> dict[str, Any]:
+        return export_plan(_planned(request, caller, job_id)[1], to).to_dict()
+
+    return JSONResponse(await run_in_threadpool(answer))
 
 
 def _planned(request: Request, caller: Caller, job_id: str) -> tuple[JobRecord, ShardingPlan]:

@@ -85,6 +85,41 @@ function downloads(api, job) {
     button("plan.json", async () => saveText(JSON.stringify(job.plan, null, 1), "plan.json", "application/json")),
     button("report", file("report", "report.html", "text/html")),
     button("trace", file("trace", "trace.json", "application/json")),
+    exportSelect(api, job, problems),
     problems,
   ];
+}
+
+/** Frameworks whose configuration a plan can be saved as. */
+const FRAMEWORKS = [
+  ["torch", "torch script"],
+  ["torchtitan", "torchtitan"],
+  ["megatron", "Megatron-LM"],
+  ["megatron-bridge", "Megatron-Bridge"],
+  ["accelerate", "accelerate"],
+  ["deepspeed", "DeepSpeed"],
+  ["transformers", "transformers"],
+  ["vllm", "vLLM"],
+];
+
+/** Returns a choice of frameworks that saves the plan as the chosen one's configuration, and says what it loses. */
+function exportSelect(api, job, message) {
+  const save = async ({ target }) => {
+    const name = target.value;
+    target.value = "";
+    try {
+      const answer = JSON.parse(await api.file(`/v1/plans/${job.id}/export?to=${name}`));
+      saveText(answer.text, answer.file, "text/plain");
+      const unsaid = answer.rows.filter((row) => row.outcome !== "expressed");
+      message.textContent = unsaid.map((row) => `${row.field} ${row.outcome}: ${row.detail}`).join("; ");
+    } catch (error) {
+      message.textContent = error.message;
+    }
+  };
+  return element(
+    "select",
+    { "aria-label": "Export for a framework", on: { change: save } },
+    element("option", { value: "" }, "export for ..."),
+    FRAMEWORKS.map(([name, title]) => element("option", { value: name }, title)),
+  );
 }
