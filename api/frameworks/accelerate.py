@@ -14,6 +14,7 @@ from api.frameworks.documents import Notes, Section, check_sayable, read_yaml, s
 from api.frameworks.launch import Framework, Launch, Reading, flag
 from api.frameworks.training_script import (
     CHECKPOINTING,
+    CHECKPOINTING_MODES,
     OPTIMIZERS,
     SCRIPT_SAYS,
     STEPS,
@@ -208,7 +209,7 @@ def _says_offload(launch: Launch) -> tuple[str, ...]:
 
 
 def _says_dtype(launch: Launch) -> tuple[str, ...]:
-    name = next(name for name, dtype in PRECISIONS.items() if dtype == launch.dtype)
+    name = next((name for name, dtype in PRECISIONS.items() if dtype == launch.dtype), launch.dtype)
     return (f"mixed_precision: {shown(name) if name != 'no' else repr(name)}",)
 
 
@@ -223,17 +224,26 @@ def _says_compiled(launch: Launch) -> tuple[str, ...]:
 
 
 SAYS = {
-    **SCRIPT_SAYS,
     "replicate": _says_replicate,
     "shard": _says_shard,
     "zero": _says_zero,
     "tensor": flag(_SIZE.format("tp") + ": {}", "tensor"),
     "context": flag(_SIZE.format("cp") + ": {}", "context"),
+    "micro_batch": SCRIPT_SAYS["micro_batch"],
+    "batch": SCRIPT_SAYS["batch"],
+    "seq": SCRIPT_SAYS["seq"],
     "checkpointing": _says_checkpointing,
+    "optimizer": SCRIPT_SAYS["optimizer"],
     "dtype": _says_dtype,
     "compiled": _says_compiled,
     "reshard_after_forward": flag("fsdp_config.fsdp_reshard_after_forward: {}", "reshard_after_forward"),
     "offload": _says_offload,
+}
+
+LIMITS = {
+    "dtype": tuple(PRECISIONS.values()),
+    "checkpointing": CHECKPOINTING_MODES,
+    "optimizer": tuple(dict.fromkeys(OPTIMIZERS.values())),
 }
 
 ACCELERATE = Framework(
@@ -249,4 +259,5 @@ ACCELERATE = Framework(
     key_value_heads="divided",
     vocabulary="uneven",
     planners=("ddp", "fsdp", "hsdp", "fsdp-tp"),
+    limits=LIMITS,
 )

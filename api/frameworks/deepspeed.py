@@ -12,6 +12,7 @@ from api.frameworks.documents import Notes, Section, check_sayable, read_json, s
 from api.frameworks.launch import Framework, Launch, Reading, flag
 from api.frameworks.training_script import (
     CHECKPOINTING,
+    CHECKPOINTING_MODES,
     LENGTHS,
     SCRIPT_SAYS,
     accumulation_steps,
@@ -23,6 +24,8 @@ from cost_model.configuration.implementation import AllocatorOptions, DataParall
 
 REUSE_NUMEL = 1e9
 """Number of parameters: the default of ``stage3_max_reuse_distance`` (runtime/zero/config.py)."""
+
+DTYPES = ("bf16", "fp16", "fp32")
 
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "tensor_parallel")
 
@@ -112,7 +115,7 @@ def _reasons(launch: Launch) -> list[str]:
         f"experts on {width} of {launch.ranks} devices": launch.ranks % width > 0,
         "experts split with stage 3": launch.zero == 3 and launch.expert_tensor > 1,
         "offloading without ZeRO": launch.offload and launch.zero == 0,
-        f"the dtype {launch.dtype}": launch.dtype not in ("bf16", "fp16", "fp32"),
+        f"the dtype {launch.dtype}": launch.dtype not in DTYPES,
         f"the optimizer {launch.optimizer}": launch.optimizer not in OPTIMIZERS.values(),
     }
     return [*(reason for reason, holds in checks.items() if holds), *script_reasons(launch)]
@@ -151,6 +154,8 @@ def _says_dtype(launch: Launch) -> tuple[str, ...]:
 
 
 def _says_optimizer(launch: Launch) -> tuple[str, ...]:
+    if launch.optimizer not in OPTIMIZERS.values():
+        return ()
     section = _optimizer_section(launch)
     return (f"optimizer.type: {section['type']}", *(f"optimizer.params.{key}: false" for key in section["params"]))
 
@@ -163,7 +168,6 @@ def _says_experts(launch: Launch) -> tuple[str, ...]:
 
 
 SAYS = {
-    **SCRIPT_SAYS,
     "replicate": lambda launch: (),
     "shard": lambda launch: (),
     "zero": flag("zero_optimization.stage: {}", "zero"),
@@ -173,10 +177,18 @@ SAYS = {
     "expert_tensor": flag("expert_parallel.expert_tensor_parallel_size: {}", "expert_tensor"),
     "micro_batch": flag("train_micro_batch_size_per_gpu: {}", "micro_batch"),
     "batch": _says_batch,
+    "seq": SCRIPT_SAYS["seq"],
+    "checkpointing": SCRIPT_SAYS["checkpointing"],
     "dtype": _says_dtype,
     "optimizer": _says_optimizer,
     "compiled": flag("compile.deepcompile: {}", "compiled"),
     "offload": lambda launch: (f"zero_optimization.offload_optimizer.device: {'cpu' if launch.offload else 'none'}",),
+}
+
+LIMITS = {
+    "dtype": DTYPES,
+    "checkpointing": CHECKPOINTING_MODES,
+    "optimizer": tuple(OPTIMIZERS.values()),
 }
 
 DEEPSPEED = Framework(
@@ -192,4 +204,5 @@ DEEPSPEED = Framework(
     key_value_heads="divided",
     vocabulary="uneven",
     planners=("ddp", "fsdp"),
+    limits=LIMITS,
 )

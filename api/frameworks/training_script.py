@@ -18,6 +18,7 @@ STEPS = "gradient_accumulation_steps"
 CHECKPOINTING = "activation_checkpointing"
 OLD_CHECKPOINTING = "gradient_checkpointing"
 """The name of `CHECKPOINTING` before transformers 5.24, which is still taken."""
+CHECKPOINTING_MODES: tuple[Checkpointing, ...] = ("none", "full")
 LENGTHS = ("max_length", "max_seq_length", "model_max_length")
 
 OPTIMIZERS = {
@@ -106,7 +107,7 @@ def script_reasons(launch: Launch) -> list[str]:
     together = launch.micro_batch * launch.data
     checks = {
         f"a batch of {launch.batch}, no multiple of {together}": launch.global_batch % together > 0,
-        f"{launch.checkpointing} checkpointing": launch.checkpointing not in ("none", "full"),
+        f"{launch.checkpointing} checkpointing": launch.checkpointing not in CHECKPOINTING_MODES,
     }
     return [reason for reason, holds in checks.items() if holds]
 

@@ -24,6 +24,7 @@ from api.frameworks.documents import (
 )
 from api.frameworks.launch import Framework, Launch, Reading, flag
 from api.frameworks.training_script import (
+    CHECKPOINTING_MODES,
     OPTIMIZERS,
     SCRIPT_SAYS,
     read_script,
@@ -47,6 +48,8 @@ SIZES = {
 
 KEPT = {"model.layers.*": "keep_full_weight"}
 """``fsdp_plan`` of layers whose parameters are not gathered again in backward."""
+
+DTYPES: tuple[TrainingDtype, ...] = ("bf16", "fp16", "fp32")
 
 _MARKS = ("tp_size", "fsdp_size", "dp_replicate_size", "tp_plan", "pp_size", "ep_size", "distributed_config")
 _PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
@@ -233,7 +236,7 @@ def _reasons(launch: Launch) -> list[str]:
         and (launch.expert % launch.tensor > 0 or width % launch.expert > 0),
         "reshard_after_forward false without FSDP": launch.shard == 1 and not launch.reshard_after_forward,
         "offloading without FSDP": launch.shard == 1 and launch.offload,
-        f"the dtype {launch.dtype}": launch.dtype not in ("bf16", "fp16", "fp32"),
+        f"the dtype {launch.dtype}": launch.dtype not in DTYPES,
         f"the optimizer {launch.optimizer}": launch.optimizer not in OPTIMIZERS.values(),
     }
     return [*(reason for reason, holds in checks.items() if holds), *script_reasons(launch)]
@@ -274,7 +277,6 @@ def _says_plan(launch: Launch) -> tuple[str, ...]:
 
 
 SAYS = {
-    **SCRIPT_SAYS,
     "replicate": flag("dp_replicate_size: {}", "replicate"),
     "shard": flag("fsdp_size: {}", "shard"),
     "zero": lambda launch: (),
@@ -286,6 +288,14 @@ SAYS = {
     "reshard_after_forward": _says_kept,
     "offload": flag("fsdp_cpu_offload: {}", "offload"),
     "tp_plan": _says_plan,
+    **SCRIPT_SAYS,
+}
+
+LIMITS = {
+    "zero": (0, 3),
+    "dtype": DTYPES,
+    "checkpointing": CHECKPOINTING_MODES,
+    "optimizer": tuple(dict.fromkeys(OPTIMIZERS.values())),
 }
 
 TRANSFORMERS = Framework(
@@ -301,4 +311,5 @@ TRANSFORMERS = Framework(
     key_value_heads="divided",
     vocabulary="uneven",
     planners=("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"),
+    limits=LIMITS,
 )

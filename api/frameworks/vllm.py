@@ -244,7 +244,7 @@ def write(launch: Launch, model: str) -> str:
 
 
 def _dtype_name(launch: Launch) -> str:
-    return next(name for name, dtype in DTYPES.items() if dtype == launch.dtype)
+    return next((name for name, dtype in DTYPES.items() if dtype == launch.dtype), launch.dtype)
 
 
 def _reasons(launch: Launch) -> list[str]:
@@ -305,4 +305,5 @@ VLLM = Framework(
     key_value_heads="copied",
     vocabulary="padded",
     planners=("tp", "ddp"),
+    limits={"dtype": ("bf16", "fp16", "fp32")},
 )

@@ -195,6 +195,7 @@ def test_what_differs_is_said() -> None:
         "parallelism_config.parallelism_config_dp_shard_size: 4",
         "parallelism_config.parallelism_config_tp_size: 2",
         "per_device_train_batch_size: 4",
+        "gradient_accumulation_steps: 4",
         "fsdp_config.fsdp_activation_checkpointing: true",
         "fsdp_config.fsdp_reshard_after_forward: false",
     )

@@ -196,6 +196,7 @@ def test_what_differs_is_said() -> None:
     assert DEEPSPEED.changes(before, after) == (
         "zero_optimization.stage: 3",
         "train_micro_batch_size_per_gpu: 2",
+        "gradient_accumulation_steps: 4",
         "bf16.enabled: false",
         "fp16.enabled: true",
         "zero_optimization.offload_optimizer.device: cpu",

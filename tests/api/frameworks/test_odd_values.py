@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from api.frameworks.accelerate import ACCELERATE
 from api.frameworks.deepspeed import DEEPSPEED
 from api.frameworks.documents import known_keys
-from api.frameworks.launch import Framework, Reading
+from api.frameworks.launch import Framework, Launch, Reading
 from api.frameworks.transformers import TRANSFORMERS
 from api.frameworks.vllm import VLLM
 from cost_model.configuration.implementation import Implementation
@@ -84,6 +84,15 @@ def test_transformers(document: dict[str, Any]) -> None:
 )
 def test_vllm(flags: list[tuple[str, str]]) -> None:
     check(VLLM, VLLM.read("vllm serve model " + " ".join(f"{key} {value}" for key, value in flags), 8))
+
+
+@pytest.mark.parametrize("framework", [ACCELERATE, DEEPSPEED, TRANSFORMERS, VLLM], ids=lambda framework: framework.name)
+def test_every_field_is_said_of_every_launch(framework: Framework) -> None:
+    odd = Launch(
+        zero=2, shard=4, tensor=2, dtype="fp4", optimizer="muon", checkpointing="attention", tp_plan={"a": "b"}
+    )
+    assert all(isinstance(say(odd), tuple) for say in framework.says.values())
+    assert not framework.can_write(odd)
 
 
 @pytest.mark.parametrize("framework", [ACCELERATE, DEEPSPEED, TRANSFORMERS, VLLM], ids=lambda framework: framework.name)
