@@ -108,13 +108,14 @@ def implementation(launch: Launch, arch: str) -> Implementation:
     - Embedding and head are FSDP groups of their own (distributed/fsdp.py). Its pipeline asks for no outputs.
     - The step is a CUDA graph unless there is a pipeline, or experts are exchanged (trainer.py,
       _validate_cuda_graphs); then gradients stay allocated between steps (zero_grad).
-    - Attention is cuDNN's on Blackwell. 8-bit linears have rowwise scales (components/quantization/float8.py).
+    - Attention is FlexAttention, compiled (models/llama3/__init__.py, model_registry), and context parallelism
+      all-gathers keys and values (distributed/context_parallel/api.py): no ring, as in the releases before. Its kernel
+      is priced as FlashAttention-2.
+    - 8-bit linears have rowwise scales (components/quantization/float8.py).
     """
     base = with_compile(FSDP2) if launch.compiled else FSDP2
     graphed = launch.pipeline == 1 and launch.expert == 1
-    kernels = replace(base.kernels, torch_ring_attention=True)
-    if arch.startswith(("sm10", "sm12")):
-        kernels = replace(kernels, attention="cudnn")
+    kernels = replace(base.kernels, attention="flash2")
     if graphed:
         kernels = replace(kernels, host_ops_per_layer=0, expert_host_ops=0)
     low = base.low_precision
@@ -152,9 +153,17 @@ def _switch(name: str, on: bool) -> str:
     return f"--{name}" if on else f"--{section}.no-{key.replace('_', '-')}"
 
 
+def _says_degree(name: str, key: str) -> Callable[[Launch], tuple[str, ...]]:
+    """Return how a data-parallel degree is said; with a pipeline, the local batch follows from it."""
+    say = flag(f"--parallelism.data_parallel_{key}_degree {{}}", name)
+    return lambda launch: (*say(launch), *(_says_batch(launch) if launch.pipeline > 1 else ()))
+
+
 def _says_pipeline(launch: Launch) -> tuple[str, ...]:
+    """Return the degree, and what depends on whether there is a pipeline: batches, and the default of resharding."""
     degree = f"--parallelism.pipeline_parallel_degree {launch.pipeline}"
-    return (degree, _GRAPHS, *_says_schedule(launch)) if launch.pipeline > 1 else (degree,)
+    piped = (_GRAPHS, *_says_schedule(launch)) if launch.pipeline > 1 else ()
+    return (degree, *piped, *_says_batch(launch), *_says_reshard(launch))
 
 
 def _says_schedule(launch: Launch) -> tuple[str, ...]:
@@ -171,12 +180,6 @@ def _says_schedule(launch: Launch) -> tuple[str, ...]:
 def _says_expert(launch: Launch) -> tuple[str, ...]:
     degree = f"--parallelism.expert_parallel_degree {launch.expert}"
     return (degree, _GRAPHS) if launch.expert > 1 else (degree,)
-
-
-def _says_context(launch: Launch) -> tuple[str, ...]:
-    """Return the degree, and the backend that runs SDPA with it."""
-    degree = f"--parallelism.context_parallel_degree {launch.context}"
-    return (degree, "--parallelism.spmd_backend partial_dtensor") if launch.context > 1 else (degree,)
 
 
 def _says_batch(launch: Launch) -> tuple[str, ...]:
@@ -213,8 +216,8 @@ def _says_reshard(launch: Launch) -> tuple[str, ...]:
 
 
 SAYS: Mapping[str, Callable[[Launch], tuple[str, ...]]] = {
-    "replicate": flag("--parallelism.data_parallel_replicate_degree {}", "replicate"),
-    "shard": flag("--parallelism.data_parallel_shard_degree {}", "shard"),
+    "replicate": _says_degree("replicate", "replicate"),
+    "shard": _says_degree("shard", "shard"),
     "zero": _nothing,
     "tensor": flag("--parallelism.tensor_parallel_degree {}", "tensor"),
     "sequence_parallel": lambda launch: (
@@ -223,7 +226,7 @@ SAYS: Mapping[str, Callable[[Launch], tuple[str, ...]]] = {
     "pipeline": _says_pipeline,
     "virtual_stages": _says_schedule,
     "schedule": _says_schedule,
-    "context": _says_context,
+    "context": flag("--parallelism.context_parallel_degree {}", "context"),
     "expert": _says_expert,
     "expert_tensor": _nothing,
     "micro_batch": _says_batch,

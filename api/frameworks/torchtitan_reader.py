@@ -162,7 +162,6 @@ def _launch(root: Section, devices: int, *, is_toml: bool, recipe: Recipe | None
     expert, expert_tensor = _experts(root, shard * context * tensor, tensor)
     if not is_toml:
         _graphs(root, pipeline, expert)
-        _ring_attention(root, context, recipe)
     reshard = root.choice("parallelism.fsdp_reshard_after_forward", RESHARD, "default")
     compiled, checkpointing = _compiled(root), _checkpointing(root)
     return Launch(
@@ -324,14 +323,6 @@ def _graphs(root: Section, pipeline: int, expert: int) -> None:
         root.notes.faults.append(f"parallelism.pipeline_parallel_degree {pipeline} needs --{key}")
     if expert > 1 and not str(root.values.get("config", "")).endswith(("hybridep", "minimal_async_ep")):
         root.notes.faults.append(f"parallelism.expert_parallel_degree {expert} needs --{key}")
-
-
-def _ring_attention(root: Section, context: int, recipe: Recipe | None) -> None:
-    """Note that SDPA runs with context parallelism on DTensors only (distributed/full_dtensor.py)."""
-    key, degree = "parallelism.spmd_backend", "parallelism.context_parallel_degree"
-    backend = str(root.values.get(key, "spmd_types"))
-    if context > 1 and recipe is not None and recipe.module in ("llama3", "qwen3") and backend != "partial_dtensor":
-        root.notes.faults.append(f"{degree} {context} does not run with {key} {backend} (partial_dtensor would do)")
 
 
 def _compiled(root: Section) -> bool:
