@@ -107,10 +107,9 @@ def _degrees(root: Section, devices: int) -> tuple[int, int, int]:
     for key, degree in (("tensor_parallel.autotp_size", tensor), ("sequence_parallel_size", context)):
         if devices % degree:
             root.notes.faults.append(f"{key} {degree} does not divide {devices} devices ({divisors(devices)} would do)")
-    tensor, context = (degree if devices % degree == 0 else 1 for degree in (tensor, context))
     if context > 1:
         root.notes.unpriced.append("sequence_parallel_size: all-to-alls of Ulysses are priced as ring attention")
-    return tensor, context, devices // (tensor * context)
+    return tensor, context, max(1, devices // (tensor * context))
 
 
 def _experts(root: Section, stage: int, devices: int) -> tuple[int, int]:

@@ -110,7 +110,8 @@ class Reading:
     """A configuration as it was read.
 
     Attributes:
-        launch: what it says; at a fault, the nearest legal value, or the default.
+        launch: what it says. At a fault: degrees as they are said, on at least one data-parallel rank; else the nearest
+            legal value.
         faults: what the framework would refuse, or what contradicts itself, as clauses that name the framework's own
             keys and give legal values: "--expert-model-parallel-size 3 does not divide 8 experts (1, 2, 4 or 8 would
             do)". Those that need the model or the batch are found by `check`.

@@ -23,12 +23,14 @@ def faults_of(
     def say(axis: str, degree: int) -> str:
         return said(framework, launch, _FIELDS[axis]) or f"{axis}={degree}"
 
+    # Where the text contradicts itself, its faults say what is wrong with the ranks and the batch.
+    batch = launch.global_batch if not reading.faults else parallel.global_batch
     faults = [
         *reading.faults,
         *_other_sizes(reading, spec),
-        *uneven_splits(spec, parallel, batch=launch.global_batch, devices=cluster.size, say=say),
+        *uneven_splits(spec, parallel, batch=batch, devices=cluster.size, say=say),
         *_tensor_splits(framework, launch, spec, cluster, say("tp", launch.tensor)),
-        *_ranks(launch, cluster),
+        *(() if reading.faults else _ranks(launch, cluster)),
     ]
     return tuple(dict.fromkeys(faults))
 
@@ -50,7 +52,8 @@ def _tensor_splits(
     framework: Framework, launch: Launch, spec: TransformerSpec, cluster: ClusterSpec, text: str
 ) -> Iterator[str]:
     """Yield that tensor parallelism does not split key-value heads, or the vocabulary, as the framework requires."""
-    degrees = [degree for degree in range(1, cluster.size + 1) if spec.heads % degree == 0]
+    sizes = range(1, cluster.size + 1)
+    degrees = [degree for degree in sizes if spec.heads % degree == 0 and cluster.size % degree == 0]
     if spec.mla is None and spec.kv_heads != spec.heads:
         copies = framework.key_value_heads == "copied"
 

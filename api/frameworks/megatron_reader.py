@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -104,9 +105,9 @@ class Settings:
 def launch_of(settings: Settings, devices: int) -> Launch:
     """Return the launch that settings say; what is wrong goes to their notes."""
     tensor, pipeline, context = _degrees(settings, devices)
-    data = devices // (tensor * pipeline * context)
+    data = max(1, devices // (tensor * pipeline * context))
     zero, replicate = _sharding(settings, data, pipeline)
-    expert, expert_tensor = _experts(settings, devices // pipeline, tensor)
+    expert, expert_tensor = _experts(settings, data * context * tensor, tensor)
     micro_batch, batch = _batches(settings, data)
     sequence = _sequence_parallel(settings, tensor)
     virtual = _virtual_stages(settings, pipeline)
@@ -147,21 +148,18 @@ def sizes_of(settings: Settings) -> dict[str, tuple[int, str]]:
 def _degrees(settings: Settings, devices: int) -> tuple[int, int, int]:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     degrees = [settings.number(name, 1) for name in names]
-    product = degrees[0] * degrees[1] * degrees[2]
-    if devices % product == 0:
-        return degrees[0], degrees[1], degrees[2]
-    factors = [f"{settings.key(name)} {degree}" for name, degree in zip(names, degrees, strict=True) if degree > 1]
+    if devices % (degrees[0] * degrees[1] * degrees[2]):
+        _refuse(settings, dict(zip(names, degrees, strict=True)), devices)
+    return degrees[0], degrees[1], degrees[2]
+
+
+def _refuse(settings: Settings, degrees: dict[str, int], devices: int) -> None:
+    product = math.prod(degrees.values())
+    factors = [f"{settings.key(name)} {degree}" for name, degree in degrees.items() if degree > 1]
     is_product = f" is {product}, which" if len(factors) > 1 else ""
     settings.fault(
         f"{' x '.join(factors)}{is_product} does not divide {devices} devices ({divisors(devices)} would do)"
     )
-    legal: list[int] = []
-    for degree in degrees:
-        left = devices
-        for taken in legal:
-            left //= taken
-        legal.append(max(each for each in range(1, left + 1) if left % each == 0 and each <= degree))
-    return legal[0], legal[1], legal[2]
 
 
 def _sharding(settings: Settings, data: int, pipeline: int) -> tuple[int, int]:

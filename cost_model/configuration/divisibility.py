@@ -25,10 +25,10 @@ def uneven_splits(
         spec: the dimensions of the model.
         parallel: the configuration.
         batch: sequences of the global batch.
-        devices: devices of the cluster; legal degrees up to this number are listed.
+        devices: devices of the cluster; the degrees that divide them and are legal are listed.
         say: how a clause names a degree.
     """
-    degrees = range(1, devices + 1)
+    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
     checks = (_tensor, _sequence, _experts, _layers)
     return [text for check in checks for text in check(spec, parallel, degrees, say)] + list(_batch(parallel, batch))
 
@@ -40,7 +40,7 @@ def alternatives(values: Sequence[int]) -> str:
 
 
 def _unless(
-    fits: Callable[[int], bool], axis: str, degree: int, what: str, degrees: range, say: Say, note: str = ""
+    fits: Callable[[int], bool], axis: str, degree: int, what: str, degrees: Sequence[int], say: Say, note: str = ""
 ) -> Iterator[str]:
     """Yield that ``degree`` does not divide ``what``, with the degrees that would do; nothing where it fits."""
     if not fits(degree):
@@ -52,7 +52,7 @@ def _divides(size: int) -> Callable[[int], bool]:
     return lambda degree: size % degree == 0
 
 
-def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
+def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say) -> Iterator[str]:
     note = ""
     if spec.kv_heads not in (1, spec.heads):
         both = alternatives([d for d in degrees if spec.heads % d == 0 and spec.kv_heads % d == 0])
@@ -66,7 +66,7 @@ def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: 
         yield from _unless(_divides(spec.experts.shared_ffn), "tp", parallel.tensor, what, degrees, say)
 
 
-def _sequence(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
+def _sequence(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say) -> Iterator[str]:
     chunks = 2 if spec.causal else 1  # under a causal mask a rank holds two chunks, one early and one late
 
     def splits(context: int) -> bool:
@@ -80,7 +80,7 @@ def _sequence(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say
         yield from _unless(_divides(local), "tp", parallel.tensor, what, degrees, say)
 
 
-def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
+def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say) -> Iterator[str]:
     if spec.experts is None:
         if parallel.expert > 1:
             yield f"{say('ep', parallel.expert)} splits experts, and the model has none (1 would do)"
@@ -94,7 +94,7 @@ def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say:
     yield from _unless(splits, "ep", parallel.expert, what, degrees, say)
 
 
-def _layers(spec: TransformerSpec, parallel: ParallelSpec, degrees: range, say: Say) -> Iterator[str]:
+def _layers(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say) -> Iterator[str]:
     chunks = parallel.virtual_stages
 
     def splits(stages: int) -> bool:
