@@ -15,7 +15,7 @@ from api.frameworks.torch_calls import Calls, observed_calls
 from api.frameworks.torch_fsdp import Units, fsdp_units
 from api.frameworks.torch_steps import OPTIMIZERS, Step, inference_functions, training_functions
 from api.frameworks.torch_styles import TensorStyles, tensor_styles, unsaid_parameters
-from api.frameworks.torch_text import expression, function, imports, literal, loop, mapping, wrapped
+from api.frameworks.torch_text import expression, function, imports, joined, literal, loop, mapping, wrapped
 from api.requests.model_configs import preset_names, read_preset
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.plan.sharding_plan import ShardingPlan
@@ -195,9 +195,11 @@ def _tensor_functions(roles: AxisRoles, styles: TensorStyles) -> Iterator[str]:
     assert roles.tensor is not None
     if styles.needs_shard_parameters:
         yield _SHARD_PARAMETERS
+    if styles.gradients:
+        yield _PIN_GRADIENT
     applied = [
         f"{name} = {mapping(entries)}\nparallelize_module(model, mesh, {name})"
-        for name, entries in (("weights", styles.weights), ("inputs", styles.inputs), ("outputs", styles.outputs))
+        for name, entries in _named(styles)
         if entries
     ]
     ties = [f"model.{name} = model.{other}  # tied: styles make two parameters of it" for name, other in styles.ties]
@@ -212,6 +214,12 @@ def _tensor_functions(roles: AxisRoles, styles: TensorStyles) -> Iterator[str]:
         "            replicated = distribute_tensor(parameter, mesh, [Replicate()])",
         "            module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))",
     )
+
+
+def _named(styles: TensorStyles) -> tuple[tuple[str, Mapping[str, str]], ...]:
+    """Return (name of a variable, styles) in the order in which they are applied."""
+    entries = (("weights", styles.weights), ("inputs", styles.inputs), ("outputs", styles.outputs))
+    return (*entries, ("gradients", styles.gradients))
 
 
 _SHARD_PARAMETERS = '''\
@@ -230,12 +238,41 @@ class ShardParameters(ParallelStyle):
         return module'''
 
 
+_PIN_GRADIENT = '''\
+class PinGradient(ParallelStyle):
+    """Redistributes the gradient of one argument of a module, or of its result, to the tensor's own layout.
+
+    Until then, it is partial: each rank has the part that comes from its share of the weights.
+    """
+
+    def __init__(self, argument: int | str | None = None) -> None:
+        super().__init__()
+        self.argument = argument
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def pin(tensor: DTensor) -> DTensor:
+            return tensor.redistribute(placements=tensor.placements)
+
+        def pin_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if isinstance(self.argument, int):
+                before, after = args[: self.argument], args[self.argument + 1 :]
+                return (*before, pin(args[self.argument]), *after), kwargs
+            return args, {**kwargs, self.argument: pin(kwargs[self.argument])}
+
+        if self.argument is None:
+            module.register_forward_hook(lambda module, args, result: pin(result))
+        else:
+            module.register_forward_pre_hook(pin_argument, with_kwargs=True)
+        return module'''
+
+
 def _checkpoint_functions(plan: ShardingPlan) -> Iterator[str]:
     modes = plan.activation_checkpointing
     if not modes:
         return
     if "selective" in modes.values():
-        ops = "".join(f"    torch.ops.aten.{op},\n" for op in _SAVED_OPS)
+        own = ["_scaled_dot_product_flash_attention_for_cpu.default"] if plan.mesh.device == "cpu" else []
+        ops = "".join(f"    torch.ops.aten.{op},\n" for op in (*_SAVED_OPS, *own))
         yield f"SAVED_OPS = {{\n{ops}}}"
         yield function(
             "save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy",
@@ -244,7 +281,7 @@ def _checkpoint_functions(plan: ShardingPlan) -> Iterator[str]:
         )
     body = []
     for mode in sorted(set(modes.values())):
-        blocks = " + ".join(f"[*{expression(key)}]" for key, value in modes.items() if value == mode)
+        blocks = joined([expression(key) for key, value in modes.items() if value == mode])
         wrapper = "checkpoint_wrapper"
         if mode == "selective":
             body.append("contexts = partial(create_selective_checkpoint_contexts, save_products)")
@@ -353,7 +390,8 @@ def _step_rows(plan: ShardingPlan, roles: AxisRoles, step: Step) -> Iterator[Row
     if job.training:
         reduction = {
             "ddp": "DDP all-reduces them in buckets, overlapped with the backward; the plan one by one",
-            "fsdp": "FSDP reduces them in every micro-batch or once a step, as the plan does",
+            "fsdp": "FSDP reduces them in every micro-batch or once a step, as the plan does"
+            + (", and all-reduces one buffer for each group, not each parameter" if len(step.data) > 1 else ""),
             "own": "all-reduced one by one, once a step",
         }[step.reduction]
         yield Row(field="gradient reduction", outcome="expressed", detail=reduction)

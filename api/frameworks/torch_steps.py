@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from api.frameworks.torch_axes import AxisRoles
 from api.frameworks.torch_fsdp import Units
 from api.frameworks.torch_styles import TensorStyles, shard_text
-from api.frameworks.torch_text import expression, function
+from api.frameworks.torch_text import expression, function, joined
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
@@ -184,10 +184,7 @@ def _local_logits(step: Step) -> list[str]:
 
 
 def _own_reduction(step: Step) -> str:
-    axes = "".join(f'"{name}", ' for name in step.data)
-    groups = [f'group = mesh["{axis}"].get_group()' for axis in step.data]
-    reduce = [f"    dist.all_reduce(parameter.grad.to_local(), group={name[8:]})" for name in groups]
-    del axes
+    reduce = [f'    dist.all_reduce(parameter.grad.to_local(), group=mesh["{axis}"].get_group())' for axis in step.data]
     return function(
         "reduce_gradients(model: nn.Module, mesh: DeviceMesh) -> None",
         "Sum gradients over the ranks that hold the same parameters, once a step.",
@@ -225,15 +222,12 @@ def _train_step(plan: ShardingPlan, step: Step) -> str:
     if factor:
         body.append(f"ranks = {step.data_ranks}  # gradients are averaged over them, and have to be summed")
     contexts = _contexts(plan, step)
-    loop = ["for index, batch in enumerate(micro_batches):"]
-    is_last = "is_last = index == len(micro_batches) - 1"
-    if step.reduction == "ddp":
-        loop += ["    with nullcontext() if index == len(micro_batches) - 1 else model.no_sync():"]
-        loop += [f"        {line}" for line in inner]
-    else:
-        sync = _synchronisation(plan, step)
-        loop += [f"    {line}" for line in ([is_last, *sync] if sync else [])]
-        loop += [f"    {line}" for line in inner]
+    sync = _synchronisation(plan, step)
+    if step.reduction == "ddp" and plan.micro_batches > 1:
+        inner = ["with nullcontext() if is_last else model.no_sync():", *(f"    {line}" for line in inner)]
+        sync = ["is_last = index == len(micro_batches) - 1"]
+    loop = ["for index, batch in enumerate(micro_batches):" if sync else "for batch in micro_batches:"]
+    loop += [f"    {line}" for line in (*sync, *inner)]
     if contexts:
         body += [f"with {', '.join(contexts)}:", *(f"    {line}" for line in loop)]
     else:
@@ -261,14 +255,15 @@ def _synchronisation(plan: ShardingPlan, step: Step) -> list[str]:
     """Return the lines that tell FSDP which micro-batches reduce gradients; none for a single one."""
     if step.reduction != "fsdp" or plan.micro_batches == 1:
         return []
-    lines = ["model.set_is_last_backward(is_last)"]
-    if len(step.data) > 1:
-        lines.append("model.set_requires_all_reduce(is_last)")
-    for unit in step.units.units:
-        if unit.reduces_once:
-            calls = ["module.set_requires_gradient_sync(is_last, recurse=False)"]
-            calls += ["module.set_reshard_after_backward(is_last, recurse=False)"] if unit.gathers_once else []
-            lines += [f"for module in {expression(unit.pattern)}:", *(f"    {call}" for call in calls)]
+    # Without set_is_last_backward: after a backward that is not the last, torch 2.13 gathers the head once too often.
+    lines = ["is_last = index == len(micro_batches) - 1"]
+    lines += ["model.set_requires_all_reduce(is_last)"] if len(step.data) > 1 else []
+    once = [unit for unit in step.units.units if unit.reduces_once]
+    for gathers_once in (True, False):
+        modules = joined([expression(unit.pattern) for unit in once if unit.gathers_once == gathers_once])
+        calls = ["module.set_requires_gradient_sync(is_last, recurse=False)"]
+        calls += ["module.set_reshard_after_backward(is_last, recurse=False)"] if gathers_once else []
+        lines += [f"for module in {modules}:", *(f"    {call}" for call in calls)] if modules else []
     if step.units.root_reduces_once:
         lines.append("model.set_requires_gradient_sync(is_last, recurse=False)")
     return lines
@@ -299,16 +294,29 @@ def _data_rank(step: Step) -> str:
     return f'dist.get_rank() // mesh["{step.tensor}"].size()'
 
 
+_SHARDED_LAYER = '''\
+class ShardedLayer(DynamicLayer):
+    """Keys and values of one layer, sharded as attention is."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]'''
+
+
 def inference_functions(plan: ShardingPlan, step: Step) -> Iterator[str]:
     """Yield the functions that run a prefill or the decoding of tokens."""
     contexts = ", ".join(["torch.no_grad()", *_contexts(plan, step)])
     cache, mesh = ", use_cache=True" if step.uses_cache else "", "model: nn.Module, inputs: dict[str, Any]"
     keeps = ", logits_to_keep=1" if step.keeps_logits else ""
+    prepared = _inputs(step)
+    if step.tensor is not None and step.uses_cache:
+        yield _SHARDED_LAYER
+        prepared.append(f'inputs = {{"{step.cache}": Cache(layer_class_to_replicate=ShardedLayer), **inputs}}')
     yield function(
         f"forward({mesh}, mesh: DeviceMesh) -> Any",
         "Return the output of one forward for this rank's samples; with the last output's cache, of one more token.",
         f"with {contexts}:",
-        *(f"    {line}" for line in ["inputs = dict(inputs)", *_inputs(step)] if _inputs(step)),
+        *(f"    {line}" for line in (["inputs = dict(inputs)", *prepared] if prepared else ())),
         f"    return model(**inputs{cache}{keeps})",
     )
     if not (step.is_hugging_face and step.is_causal and plan.job.seq):

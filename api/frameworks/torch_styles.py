@@ -8,6 +8,7 @@ tells which.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ from api.frameworks.expressed import Row
 from api.frameworks.torch_axes import ParameterLayouts
 from api.frameworks.torch_calls import Calls
 from planner.plan.patterns import match_keys
-from planner.plan.ports import ports_of, resolve_input_ports, resolve_output_ports
+from planner.plan.ports import Port, ports_of, resolve_input_ports, resolve_output_ports
 from planner.plan.sharding_plan import ShardingPlan
 
 R = Replicate()
@@ -30,12 +31,20 @@ _CONV1D = "Conv1D"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One redistribution: a tensor at the boundary of a module, and its placements before and after it."""
+    """One redistribution: a tensor at the boundary of a module, and its placements before and after it.
+
+    With equal placements only the gradient is redistributed, to the placement of the tensor.
+    """
 
     fqn: str
     name: str
     source: Placement
     layout: Placement
+
+    @property
+    def is_of_gradient(self) -> bool:
+        """Whether only the gradient is redistributed."""
+        return self.source == self.layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,7 @@ class TensorStyles:
     Attributes:
         weights: styles that distribute parameters.
         inputs, outputs: styles that redistribute arguments and results.
+        gradients: styles that redistribute the gradient of an argument or a result.
         ties: (parameter, parameter that it is tied to), which styles of their modules untie.
         is_vocabulary_sharded: whether the logits are sharded over the vocabulary.
         needs_shard_parameters: whether ``weights`` has the style ``ShardParameters``.
@@ -55,6 +65,7 @@ class TensorStyles:
     weights: Mapping[str, str]
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    gradients: Mapping[str, str]
     ties: tuple[tuple[str, str], ...]
     is_vocabulary_sharded: bool
     batch: Mapping[str, Placement]
@@ -118,6 +129,7 @@ class _Styles:
     conv1ds: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, dict[str, Move]] = field(default_factory=lambda: defaultdict(dict))
     outputs: dict[str, dict[str, Move]] = field(default_factory=lambda: defaultdict(dict))
+    gradients: dict[str, str] = field(default_factory=dict)
     attention: set[str] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
@@ -133,6 +145,7 @@ class _Styles:
             weights=collapsed({**self._linear_texts(), **self.conv1ds}, modules),
             inputs=collapsed({fqn: self._input_text(fqn, moves) for fqn, moves in self.inputs.items()}, modules),
             outputs=collapsed({fqn: self._output_text(fqn, moves) for fqn, moves in self.outputs.items()}, modules),
+            gradients=collapsed(self.gradients, modules),
             ties=ties,
             is_vocabulary_sharded=self._is_vocabulary_sharded(),
             batch=self._batch(),
@@ -175,7 +188,7 @@ class _Styles:
             for name, port in ports_of(spec) if fqn or side == "output" else ():
                 layout = port.layout[self.axis]
                 source = _unlike(layout) if port.source is None else port.source[self.axis]
-                if source == layout:
+                if source == layout and not _changes_gradient(port, self.axis):
                     continue
                 if _is_within_attention(side, source, layout):
                     self.attention.add(fqn)
@@ -189,7 +202,9 @@ class _Styles:
             tensor = None if call is None else call.results.get(move.name)
             fqn = None if tensor is None else self.calls.producer(tensor)
             linear = self.linears.get(move.fqn if fqn is None else fqn)
-            if linear is not None and linear.output is None:
+            if move.is_of_gradient:
+                self._pin_gradient(fqn or move.fqn, None)
+            elif linear is not None and linear.output is None:
                 linear.output = move.layout
             elif fqn is not None:
                 self.outputs[fqn][""] = move
@@ -200,11 +215,12 @@ class _Styles:
 
     def _move_inputs(self) -> None:
         """Put each redistribution of an argument on its module, or on one module for all that read the tensor."""
-        shared: dict[tuple[int, Placement], list[Move]] = defaultdict(list)
+        shared: dict[tuple[int, Placement, bool], list[Move]] = defaultdict(list)
         for move in self._moves("input"):
             call = self.calls.by_module.get(move.fqn)
             tensor = None if call is None else call.arguments.get(move.name)
-            shared[(id(move) if tensor is None else id(tensor), move.layout)].append(move)
+            key = (id(move) if tensor is None else id(tensor), move.layout, move.is_of_gradient)
+            shared[key].append(move)
         for moves in shared.values():
             if len(moves) == 1:
                 self._move_input(moves[0])
@@ -215,6 +231,9 @@ class _Styles:
 
     def _move_input(self, move: Move) -> None:
         linear = self.linears.get(move.fqn)
+        if move.is_of_gradient:
+            self._pin_gradient(move.fqn, move.name)
+            return
         if linear is not None and move.layout == _desired_input(self.module, move.fqn, linear):
             linear.input = move.source
             return
@@ -236,13 +255,23 @@ class _Styles:
         for fqn, name in sorted(around, key=lambda item: -item[0].count(".")):
             inside = [reader for reader, _ in readers if reader.startswith(f"{fqn}.")]
             if all(reader in fqns for reader in inside):
-                self.inputs[fqn][name] = first
+                if first.is_of_gradient:
+                    self._pin_gradient(fqn, name)
+                else:
+                    self.inputs[fqn][name] = first
                 return True
         producer = self.calls.producer(tensor)
         if producer is not None and all(reader in fqns for reader, _ in readers):
-            self.outputs[producer][""] = first
+            if first.is_of_gradient:
+                self._pin_gradient(producer, None)
+            else:
+                self.outputs[producer][""] = first
             return True
         return False
+
+    def _pin_gradient(self, fqn: str, argument: str | None) -> None:
+        key = argument if argument is None or not argument.isdigit() else int(argument)
+        self.gradients[fqn] = f"PinGradient({'' if key is None else json.dumps(key)})"
 
     def _linear_texts(self) -> dict[str, str]:
         return {fqn: _linear_text(self.module, fqn, linear) for fqn, linear in self.linears.items()}
@@ -291,7 +320,7 @@ class _Styles:
         if untied:
             text = f"tied parameters have one layout on {axis}, that of the linear layer: {', '.join(sorted(untied))}"
             yield Row(field="parameters", outcome="approximated", detail=text)
-        partial = [n for n, item in self.layouts.items() if item.compute[self.axis] == R and item.gradient is not None]
+        partial = [n for n, item in self.layouts.items() if item.gradient and item.gradient[self.axis].is_partial()]
         if partial and self.plan.job.training:
             text = f"gradients of {_names(partial, names)} are all-reduced over {axis} before FSDP scatters them"
             yield Row(field="gradient reduction", outcome="approximated", detail=f"{text}: the plan scatters first")
@@ -314,6 +343,10 @@ def _is_within_attention(side: str, source: Placement, layout: Placement) -> boo
     """Return whether a redistribution turns sharded heads into a sharded sequence before attention, or back after."""
     pair = (source, layout) if side == "output" else (layout, source)
     return pair == (Shard(2), Shard(1))
+
+
+def _changes_gradient(port: Port, axis: int) -> bool:
+    return port.grad is not None and port.source_grad is not None and port.grad[axis] != port.source_grad[axis]
 
 
 def _unlike(layout: Placement) -> Placement:

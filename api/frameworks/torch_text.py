@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 WIDTH = 120
@@ -32,6 +32,7 @@ _SOURCES = {
     "torch.nn.attention": ("SDPBackend", "sdpa_kernel"),
     "torch.nn.functional": (),
     "torch.nn.parallel": ("DistributedDataParallel",),
+    "transformers.cache_utils": ("Cache", "DynamicLayer"),
     "torch.utils.checkpoint": ("CheckpointPolicy", "create_selective_checkpoint_contexts"),
 }
 """Module -> names that a script may import from it."""
@@ -39,12 +40,13 @@ _SOURCES = {
 
 def imports(text: str, model_classes: Iterable[str]) -> str:
     """Return the import statements of what ``text`` uses."""
-    used = set(re.findall(r"\w+", text))
+    code = re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.DOTALL)
+    used = set(re.findall(r"\w+", code))
     standard, others = ["import os"] if "os." in text else [], ["import torch", "import torch.distributed as dist"]
     if re.search(r"\bF\.", text):
         others.append("import torch.nn.functional as F")
     sources = {**_SOURCES, "transformers": tuple(sorted(model_classes))}
-    for source, names in sources.items():
+    for source, names in sorted(sources.items()):
         imported = ", ".join(name for name in names if name in used)
         if imported:
             place = (
@@ -78,6 +80,14 @@ def expression(pattern: str, root: str = "model") -> str:
         else:
             text += f"[{part}]" if part.isdigit() else f".{part}"
     return f"[{text} {' '.join(loops)}]" if loops else f"[{text}]"
+
+
+def joined(expressions: Sequence[str]) -> str:
+    """Return Python code for the modules of several expressions; "" for none."""
+    if len(expressions) < 2:
+        return "".join(expressions)
+    parts = [text[1:-1] if text.startswith("[") and " for " not in text else f"*{text}" for text in expressions]
+    return f"[{', '.join(parts)}]"
 
 
 def literal(value: Any) -> str:
