@@ -104,9 +104,7 @@ class _Trained:
         """Run a step, and return numbers to compare: losses, norms, a gradient's."""
         numbers = []
         if step.frozen is not None:
-            modules = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
-            for parameter in modules[step.frozen % len(modules)].parameters(recurse=False):
-                parameter.requires_grad_(not parameter.requires_grad)
+            self.freeze_or_thaw(step.frozen)
         if step.moves:
             self.model.to(device="cpu", dtype=torch.float32)
             if self.mesh is not None:
@@ -129,6 +127,17 @@ class _Trained:
         self.optimizer.step()
         self.scheduler.step()
         return numbers
+
+    def freeze_or_thaw(self, number: int) -> None:
+        """Freeze a module, or let it train again; the last that trains stays so: torch runs no backward of none."""
+        modules = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
+        chosen = {id(parameter) for parameter in modules[number % len(modules)].parameters(recurse=False)}
+        trains = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if {id(parameter) for parameter in trains} <= chosen:
+            return
+        for parameter in self.model.parameters():
+            if id(parameter) in chosen:
+                parameter.requires_grad_(not parameter.requires_grad)
 
     def resumed(self, loop: Loop, case: Case) -> _Trained:
         """Return this run, gone on from a checkpoint under the plan of ``case``."""
