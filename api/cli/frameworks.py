@@ -97,7 +97,7 @@ def check_command(
             show_check(found, terminal())
     if found.faults:
         raise typer.Exit(2)
-    if not found.fits:
+    if found.fits is False:
         raise typer.Exit(3)
 
 

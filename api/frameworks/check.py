@@ -63,9 +63,11 @@ class Check:
     best_plan: ShardingPlan | None = None
 
     @property
-    def fits(self) -> bool:
-        """Whether it is legal and a step fits the memory of a device."""
-        return not self.faults and (self.plan is not None if self.priced is None else self.priced.fits)
+    def fits(self) -> bool | None:
+        """Whether a step fits the memory of a device; None: not known, as it is illegal or was not priced."""
+        if self.priced is not None:
+            return self.priced.fits
+        return self.plan is not None if self.plan is not None or self.no_plan else None
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data, in seconds and bytes."""
@@ -169,7 +171,7 @@ def check(
         return result
     if launch.phase == "training":
         result = _priced(result, pricer)
-    if not plans and launch.phase == "training":
+    if not plans:
         return result
     return _planned(result, lambda name: plan_request(name, allow_local=allow_local, progress=progress), model, cluster)
 

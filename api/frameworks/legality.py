@@ -52,6 +52,8 @@ def _tensor_splits(
     framework: Framework, launch: Launch, spec: TransformerSpec, cluster: ClusterSpec, text: str
 ) -> Iterator[str]:
     """Yield that tensor parallelism does not split key-value heads, or the vocabulary, as the framework requires."""
+    if launch.tp_plan == {}:
+        return  # no module is split, as where the ranks hold experts alone
     sizes = range(1, cluster.size + 1)
     degrees = [degree for degree in sizes if spec.heads % degree == 0 and cluster.size % degree == 0]
     if spec.mla is None and spec.kv_heads != spec.heads:
