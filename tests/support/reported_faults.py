@@ -28,7 +28,8 @@ class Report(NamedTuple):
     """A configuration, and all of its faults.
 
     Attributes:
-        source: owner/repository#number of the report.
+        source: owner/repository#number of the issue or pull request, with "(rule)" where it gives a rule or a key and
+            the degrees here are chosen. Sizes of batches and sequences that it lacks are chosen too.
         kind: what is wrong.
         text: the configuration.
         missing: what `check` does not find yet, or lists wrongly; "": nothing.
@@ -133,7 +134,7 @@ TORCHTITAN = (
         (Fault(f"{TITAN_TP} 2", "3 tokens", "1"),),
     ),
     Report(
-        "pytorch/torchtitan#592",
+        "pytorch/torchtitan#592 (rule)",
         "sequence by context ranks",
         "torchtitan",
         "llama-3.1-8b",
@@ -152,7 +153,7 @@ TORCHTITAN = (
         UNEVEN_STAGES,
     ),
     Report(
-        "pytorch/torchtitan#4258",
+        "pytorch/torchtitan#4258 (rule)",
         "experts",
         "torchtitan",
         "mixtral-8x7b",
@@ -162,7 +163,7 @@ TORCHTITAN = (
         (Fault("parallelism.expert_parallel_degree 16", "8 experts", "8"),),
     ),
     Report(
-        "pytorch/torchtitan#640",
+        "pytorch/torchtitan#640 (rule)",
         "unknown key",
         "torchtitan",
         "llama-3.1-8b",
@@ -246,7 +247,7 @@ DEEPSPEED = (
         "the closest key is the section that it is in, where a section of its name is known",
     ),
     Report(
-        "deepspeedai/DeepSpeedExamples#200",
+        "deepspeedai/DeepSpeedExamples#200 (rule)",
         "unknown key",
         "deepspeed",
         "bert-large",

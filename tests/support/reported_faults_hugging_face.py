@@ -66,7 +66,7 @@ ACCELERATE = (
         seq=4096,
     ),
     Report(
-        "huggingface/accelerate#3876",
+        "huggingface/accelerate#3876 (rule)",
         "DDP with tensor parallelism",
         "accelerate",
         "llama-3.1-8b",
@@ -76,7 +76,7 @@ ACCELERATE = (
         seq=4096,
     ),
     Report(
-        "huggingface/trl#3994",
+        "huggingface/trl#3994 (rule)",
         "sequence by context ranks",
         "accelerate",
         "qwen3-8b",
@@ -86,7 +86,7 @@ ACCELERATE = (
         seq=16382,
     ),
     Report(
-        "zai-org/CogVideo#502",
+        "zai-org/CogVideo#502 (rule)",
         "unknown key",
         "accelerate",
         "qwen3-8b",
@@ -139,7 +139,7 @@ TRANSFORMERS = (
         (Fault("tp_size: 16", "8 key-value heads", "8"),),
     ),
     Report(
-        "huggingface/transformers#46990",
+        "huggingface/transformers#46990 (rule)",
         "degrees",
         "transformers",
         "qwen3-8b",
@@ -148,7 +148,7 @@ TRANSFORMERS = (
         (Fault("fsdp_size 2 x tp_size 2", "8 devices", "fsdp_size 4"),),
     ),
     Report(
-        "huggingface/transformers#48155",
+        "huggingface/transformers#48155 (rule)",
         "ZeRO-3 with a pipeline",
         "transformers",
         "qwen3-8b",
@@ -157,7 +157,7 @@ TRANSFORMERS = (
         (Fault("pp_size 2", "fsdp_size", "1"),),
     ),
     Report(
-        "huggingface/transformers#48792",
+        "huggingface/transformers#48792 (rule)",
         "experts",
         "transformers",
         QWEN3_VL_30B,

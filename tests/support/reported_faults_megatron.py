@@ -69,7 +69,7 @@ MEGATRON = (
         "the arguments of recomputation that were renamed do not lead to today's",
     ),
     Report(
-        "NVIDIA/Megatron-LM#1455",
+        "NVIDIA/Megatron-LM#1455 (rule)",
         "ZeRO-3 with a pipeline",
         "megatron",
         dense(16, 2048, 32, 32, 8192, 128256),
@@ -89,7 +89,7 @@ MEGATRON = (
         (Fault("--num-layers 2", "32"), Fault("--vocab-size 128,000", "128,256")),
     ),
     Report(
-        "NVIDIA/Megatron-LM#823",
+        "NVIDIA/Megatron-LM#823 (rule)",
         "degrees",
         "megatron",
         "llama-3.1-8b",
@@ -98,7 +98,7 @@ MEGATRON = (
         (Fault(f"{TP} 4 x {PP} 4", "8 devices", "2"),),
     ),
     Report(
-        "NVIDIA/Megatron-LM#5768 (3 ranks)",
+        "NVIDIA/Megatron-LM#5768 (rule, 3 ranks)",
         "degrees",
         "megatron",
         gpt2(24, 1600, 25),
@@ -166,7 +166,7 @@ BRIDGE = (
         "the vocabulary of a model from Hugging Face is not padded unless model.should_pad_vocab is true",
     ),
     Report(
-        "NVIDIA/NeMo-Framework-Launcher#309",
+        "NVIDIA/NeMo-Framework-Launcher#309 (rule)",
         "sequence parallelism of experts",
         "megatron-bridge",
         "mixtral-8x7b",
@@ -177,7 +177,7 @@ BRIDGE = (
         "without model.num_moe_experts in the text, the model's experts are not seen",
     ),
     Report(
-        "THUDM/slime#1486",
+        "THUDM/slime#1486 (rule)",
         "unknown key",
         "megatron-bridge",
         "llama-3.1-8b",

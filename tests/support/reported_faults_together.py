@@ -28,7 +28,7 @@ TOGETHER = (
         ),
     ),
     Report(
-        "NVIDIA/Megatron-LM#5768",
+        "NVIDIA/Megatron-LM#5768 (rule)",
         "troubleshooting",
         "megatron",
         gpt2(24, 1600, 25),
