@@ -27,6 +27,7 @@ class Unit:
         dim: dim that FSDP shards, of all parameters; None: the first, or the one that tensor parallelism leaves.
         gathers_once: whether parameters stay gathered for the whole step.
         reduces_once: whether gradients are reduced once a step, not in every micro-batch.
+        all_reduces_once: whether they are all-reduced over replicas once a step.
     """
 
     pattern: str
@@ -35,6 +36,7 @@ class Unit:
     dim: int | None = None
     gathers_once: bool = False
     reduces_once: bool = False
+    all_reduces_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class _Grouping:
             dim=dim or None,
             gathers_once=is_group and keeps_for_step,
             reduces_once=(is_group and keeps_for_step) or all(map(self._reduces_once, names)),
+            all_reduces_once=bool(self.roles.replicate) and all(map(self._all_reduces_once, names)),
         )
 
     def _dim(self, name: str) -> int:
@@ -125,6 +128,10 @@ class _Grouping:
     def _reduces_once(self, name: str) -> bool:
         gradient = self.layouts[name].gradient
         return gradient is None or not any(isinstance(gradient[axis], Shard) for axis in self.roles.shard)
+
+    def _all_reduces_once(self, name: str) -> bool:
+        gradient = self.layouts[name].gradient
+        return gradient is None or any(gradient[axis].is_partial() for axis in self.roles.replicate)
 
     def _collapsed(self, units: Mapping[str, Unit]) -> Iterator[Unit]:
         if self.module is None:

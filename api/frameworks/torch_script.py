@@ -202,17 +202,17 @@ def _tensor_functions(roles: AxisRoles, styles: TensorStyles) -> Iterator[str]:
         for name, entries in _named(styles)
         if entries
     ]
-    ties = [f"model.{name} = model.{other}  # tied: styles make two parameters of it" for name, other in styles.ties]
+    ties = [f"model.{name} = model.{other}  # tied, and made two parameters above" for name, other in styles.ties]
     yield function(
         "tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None",
         "Shard the model over the axis of tensor parallelism; tensors between modules are DTensors.",
         *applied,
-        *ties,
         "for module in model.modules():",
         "    for name, parameter in module.named_parameters(recurse=False):",
         "        if not isinstance(parameter, DTensor):",
         "            replicated = distribute_tensor(parameter, mesh, [Replicate()])",
         "            module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))",
+        *ties,
     )
 
 
@@ -300,7 +300,9 @@ def _shard(plan: ShardingPlan, roles: AxisRoles, styles: TensorStyles | None, un
     elif roles.replicate and styles is None and plan.job.training:
         body += [
             "model.to(DEVICE)",
-            "return DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)",
+            "return DistributedDataParallel(",
+            "    model, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True",
+            ")",
         ]
     else:
         body += ["return model.to(DEVICE)"]

@@ -257,13 +257,17 @@ def _synchronisation(plan: ShardingPlan, step: Step) -> list[str]:
         return []
     # Without set_is_last_backward: after a backward that is not the last, torch 2.13 gathers the head once too often.
     lines = ["is_last = index == len(micro_batches) - 1"]
-    lines += ["model.set_requires_all_reduce(is_last)"] if len(step.data) > 1 else []
-    once = [unit for unit in step.units.units if unit.reduces_once]
-    for gathers_once in (True, False):
-        modules = joined([expression(unit.pattern) for unit in once if unit.gathers_once == gathers_once])
-        calls = ["module.set_requires_gradient_sync(is_last, recurse=False)"]
-        calls += ["module.set_reshard_after_backward(is_last, recurse=False)"] if gathers_once else []
-        lines += [f"for module in {modules}:", *(f"    {call}" for call in calls)] if modules else []
+    patterns: dict[tuple[str, ...], list[str]] = {}
+    for unit in step.units.units:
+        calls = ["module.set_requires_gradient_sync(is_last, recurse=False)"] if unit.reduces_once else []
+        if unit.all_reduces_once and not unit.reduces_once:
+            calls.append("module.set_requires_all_reduce(is_last, recurse=False)")
+        if unit.gathers_once:
+            calls.append("module.set_reshard_after_backward(is_last, recurse=False)")
+        patterns.setdefault(tuple(calls), []).append(expression(unit.pattern))
+    for calls_of_unit, modules in patterns.items():
+        if calls_of_unit:
+            lines += [f"for module in {joined(modules)}:", *(f"    {call}" for call in calls_of_unit)]
     if step.units.root_reduces_once:
         lines.append("model.set_requires_gradient_sync(is_last, recurse=False)")
     return lines

@@ -315,7 +315,7 @@ class _Styles:
         whole = {n for n, item in self.layouts.items() if item.stored[self.axis] != item.compute[self.axis]} - {*untied}
         axis = self.plan.layout_mesh.names[self.axis]
         if whole:
-            text = f"stored in their compute layout on {axis}, which takes more memory: {_names(whole, names)}"
+            text = f"stored as they are used on {axis}, where the plan has another layout: {_names(whole, names)}"
             yield Row(field="parameters", outcome="approximated", detail=text)
         if untied:
             text = f"tied parameters have one layout on {axis}, that of the linear layer: {', '.join(sorted(untied))}"

@@ -41,7 +41,7 @@ GPT2 = {
 }
 CONFIGS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2}
 TWO_NODES, HOPPER = "2x2xtoy", "2x2xh100-sxm-80gb"
-BATCH, SEQ, STEPS, LEARNING_RATE = 8, 32, 2, 0.5
+BATCH, SEQ, STEPS, LEARNING_RATE = 8, 32, 3, 0.5
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"planner": "ddp", "mesh": "dp=4", "cluster": "1x4xtoy"},
     "ddp, 2 micro-batches, selective": {
@@ -164,7 +164,7 @@ def test_losses_equal_those_of_the_unsharded_model(ranks: GlooRanks, model: str,
 
 def tensor_axis_of(script: TorchScript) -> str | None:
     """Return the axis that the script calls ``tensor_parallel`` with."""
-    before, _, after = script.text.partition("    tensor_parallel(model, mesh[")
+    _, _, after = script.text.partition("    tensor_parallel(model, mesh[")
     return after.split('"')[1] if after else None
 
 
