@@ -39,9 +39,13 @@ def by_name(entries: Mapping[str, Value], names: Iterable[str] | None) -> dict[s
 
 def parameter_layouts(plan: ShardingPlan, module: nn.Module | None) -> dict[str, ParameterLayouts]:
     """Return FQN, or pattern without a module, -> layouts of each parameter that the plan names."""
-    names = None if module is None else [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    parameters = {} if module is None else dict(module.named_parameters(remove_duplicate=False))
+    names = None if module is None else list(parameters)
     stored = {name: value for name, value in by_name(plan.plan, names).items() if not isinstance(value, str)}
     compute, gradient = by_name(plan.compute_plan, names), by_name(plan.gradient_plan, names)
+    # A tied parameter of whose names no op reads one has its compute layout under the other.
+    used = {id(parameters[name]): layout for name, layout in compute.items() if name in parameters}
+    compute = {name: used[id(item)] for name, item in parameters.items() if id(item) in used} | compute
     return {
         name: ParameterLayouts(stored=layout, compute=compute.get(name, layout), gradient=gradient.get(name))
         for name, layout in stored.items()
@@ -143,8 +147,10 @@ def _is_tensor_parallel(plan: ShardingPlan, layouts: Mapping[str, ParameterLayou
 
 
 def moves(port: Port, axis: int) -> bool:
-    """Return whether a port does more, on ``axis``, than keep a batch split."""
+    """Return whether a port does more, on ``axis``, than keep a batch split, or split one."""
     source: Placement | None = None if port.source is None else port.source[axis]
+    if (source, port.layout[axis]) == (R, Shard(0)):
+        return False
     return port.layout[axis] not in (R, Shard(0)) or source not in (None, port.layout[axis])
 
 

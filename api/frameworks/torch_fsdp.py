@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from api.frameworks.expressed import Row
 from api.frameworks.torch_axes import AxisRoles, ParameterLayouts, by_name
-from api.frameworks.torch_styles import collapsed, tied_parameters
+from api.frameworks.torch_names import collapsed, names_of, tied_parameters
 from planner.plan.sharding_plan import ShardingPlan
 
 R = Replicate()
@@ -24,7 +25,6 @@ class Unit:
     Attributes:
         reshard_after_forward: whether parameters are gathered again in backward.
         is_lookup: whether it is an embedding, whose backward does not read the weight.
-        dim: dim that FSDP shards, of all parameters; None: the first, or the one that tensor parallelism leaves.
         gathers_once: whether parameters stay gathered for the whole step.
         reduces_once: whether gradients are reduced once a step, not in every micro-batch.
         all_reduces_once: whether they are all-reduced over replicas once a step.
@@ -33,7 +33,6 @@ class Unit:
     pattern: str
     reshard_after_forward: bool = True
     is_lookup: bool = False
-    dim: int | None = None
     gathers_once: bool = False
     reduces_once: bool = False
     all_reduces_once: bool = False
@@ -46,11 +45,13 @@ class Units:
     Attributes:
         units: without the root, which is a unit of the parameters that are in no other.
         root_reduces_once: as for a unit.
+        first_even_dim: whether FSDP shards the first dim that its ranks divide, not always the first dim.
         rows: for the user.
     """
 
     units: tuple[Unit, ...] = ()
     root_reduces_once: bool = False
+    first_even_dim: bool = False
     rows: tuple[Row, ...] = ()
 
 
@@ -91,6 +92,7 @@ class _Grouping:
         return Units(
             units=tuple(sorted(units, key=lambda unit: -unit.pattern.count("."))),
             root_reduces_once=any(map(self._reduces_once, root)),
+            first_even_dim=any(map(self._dim, self.layouts)) and not self._other_dims(),
             rows=tuple(self._rows(groups, members, root)),
         )
 
@@ -109,13 +111,10 @@ class _Grouping:
             fqn in by_name(dict.fromkeys(keys), self._modules())
             for keys in (self.plan.keep_gathered, self.plan.keep_gathered_for_step)
         )
-        dims = {self._dim(name) for name in names}
-        dim = dims.pop() if len(dims) == 1 and self.roles.tensor is None else None
         return Unit(
             pattern=fqn,
             reshard_after_forward=not (is_group and (keeps or keeps_for_step)),
             is_lookup=isinstance(part, nn.Embedding),
-            dim=dim or None,
             gathers_once=is_group and keeps_for_step,
             reduces_once=(is_group and keeps_for_step) or all(map(self._reduces_once, names)),
             all_reduces_once=bool(self.roles.replicate) and all(map(self._all_reduces_once, names)),
@@ -124,6 +123,15 @@ class _Grouping:
     def _dim(self, name: str) -> int:
         placements = (self.layouts[name].stored[axis] for axis in self.roles.shard)
         return next((item.dim for item in placements if isinstance(item, Shard)), 0)
+
+    def _other_dims(self) -> list[str]:
+        """Return the parameters of which the plan shards another dim than the first that the ranks divide."""
+        if self.module is None or self.roles.tensor is not None:
+            return []
+        ranks = math.prod(self.roles.sizes[axis] for axis in self.roles.shard)
+        shapes = {name: item.shape for name, item in self.module.named_parameters(remove_duplicate=False)}
+        even = {name: next((dim for dim, size in enumerate(shapes[name]) if size % ranks == 0), 0) for name in shapes}
+        return [name for name in self.layouts if self._dim(name) != even[name]]
 
     def _reduces_once(self, name: str) -> bool:
         gradient = self.layouts[name].gradient
@@ -160,22 +168,22 @@ class _Grouping:
             field="fsdp groups", outcome="expressed", detail=f"fully_shard on {self._text(members) or 'the root'}"
         )
         if joined:
-            detail = f"gathered in one call with the rest of their module: {self._of(joined, names)}"
+            detail = f"gathered in one call with the rest of their module: {names_of(joined, names)}"
             yield Row(field="fsdp groups", outcome="approximated", detail=detail)
         if root:
-            detail = f"gathered once a forward by the root, and kept for the backward: {self._of(root, names)}"
+            detail = f"gathered once a forward by the root, and kept for the backward: {names_of(root, names)}"
             yield Row(field="fsdp groups", outcome="approximated", detail=detail)
+        others = self._other_dims() if any(map(self._dim, names)) else []
+        if others:
+            detail = f"sharded on their first dim: {names_of(others, names)}"
+            yield Row(field="parameters", outcome="approximated", detail=detail)
         whole = [n for n in names if all(self.layouts[n].stored[axis] == R for axis in self.roles.shard)]
         if whole:
-            detail = f"sharded by FSDP, and replicated in the plan: {self._of(whole, names)}"
+            detail = f"sharded by FSDP, and replicated in the plan: {names_of(whole, names)}"
             yield Row(field="parameters", outcome="approximated", detail=detail)
 
     def _text(self, fqns: Iterable[str]) -> str:
         return ", ".join(collapsed(dict.fromkeys(fqns, ""), self._modules() or fqns))
-
-    @staticmethod
-    def _of(names: list[str], known: list[str]) -> str:
-        return ", ".join(collapsed(dict.fromkeys(names, ""), known))
 
 
 def _without_pattern(unit: Unit) -> Unit:

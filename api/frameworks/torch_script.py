@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from api.frameworks.expressed import Row
-from api.frameworks.torch_axes import AxisRoles, axis_roles, inner_ports, moves, parameter_layouts
+from api.frameworks.torch_axes import AxisRoles, axis_roles, parameter_layouts
 from api.frameworks.torch_calls import Calls, observed_calls
 from api.frameworks.torch_fsdp import Units, fsdp_units
-from api.frameworks.torch_steps import OPTIMIZERS, Step, inference_functions, training_functions
+from api.frameworks.torch_rows import script_rows
+from api.frameworks.torch_steps import Step, inference_functions, training_functions
 from api.frameworks.torch_styles import TensorStyles, tensor_styles, unsaid_parameters
 from api.frameworks.torch_text import expression, function, imports, joined, literal, loop, mapping, wrapped
 from api.requests.model_configs import preset_names, read_preset
@@ -83,7 +84,8 @@ def torch_script(
     units = fsdp_units(plan, model.module, layouts, roles)
     step = Step.of(plan, roles, styles, units, model.module)
     return TorchScript(
-        text=_text(plan, model, roles, styles, units, step), rows=tuple(_rows(plan, roles, styles, units, step, unsaid))
+        text=_text(plan, model, roles, styles, units, step),
+        rows=tuple(script_rows(plan, roles, styles, units, step, layouts, unsaid)),
     )
 
 
@@ -92,7 +94,7 @@ def _model(plan: ShardingPlan, module: nn.Module | None, config: Mapping[str, An
         config = read_preset(plan.model).values
     if module is None and config is not None:
         module = load_model({"hf_config": dict(config)}).module
-    own = getattr(module, "config", None)
+    own: Any = getattr(module, "config", None)
     if module is None or not hasattr(own, "to_diff_dict"):
         return _Model(module=module)
     values = dict(config) if config is not None else own.to_diff_dict()
@@ -117,7 +119,7 @@ def _text(
         *_model_functions(plan, model),
         *([] if styles is None else _tensor_functions(roles, styles)),
         *_checkpoint_functions(plan),
-        *([_FREE_DIM] if roles.tensor is not None and roles.shard else []),
+        *_dim_rules(roles, units),
         _shard(plan, roles, styles, units),
         *(training_functions(plan, roles, step) if plan.job.training else inference_functions(plan, step)),
         'if __name__ == "__main__":\n    main()',
@@ -314,25 +316,37 @@ def _shard(plan: ShardingPlan, roles: AxisRoles, styles: TensorStyles | None, un
 def _fully_shard(plan: ShardingPlan, roles: AxisRoles, units: Units) -> Iterator[str]:
     names = ", ".join(_quote(roles.axis_name(group)) for group in (roles.replicate, roles.shard) if group)
     mesh = "mesh" if len(roles.axes) == (2 if roles.replicate else 1) else f"mesh[{names}]"
-    placement = ['"shard_placement_fn": free_dim'] if roles.tensor is not None else []
+    rule = "free_dim" if roles.tensor is not None else "even_dim" if units.first_even_dim else None
+    placement = [f'"shard_placement_fn": {rule}'] if rule else []
     options = ", ".join([f'"mesh": {mesh}', *_policy(plan), *placement])
     yield f"options: dict[str, Any] = {{{options}}}"
     for unit in units.units:
         arguments = ["**options"]
         arguments += [] if unit.reshard_after_forward else ["reshard_after_forward=False"]
-        arguments += [f"shard_placement_fn=lambda parameter: Shard({unit.dim})"] if unit.dim else []
         calls = [f"fully_shard(module, {', '.join(arguments)})"]
         calls += ["module.set_unshard_in_backward(False)  # a lookup's backward needs no weight"] * unit.is_lookup
         yield loop(expression(unit.pattern), *calls)
     yield "fully_shard(model, **options)"
 
 
-_FREE_DIM = function(
-    "free_dim(parameter: nn.Parameter) -> Shard",
-    "Return what FSDP shards: the first dim that tensor parallelism does not.",
-    "is_taken = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)",
-    "return Shard(1 if is_taken and parameter.dim() > 1 else 0)",
-)
+def _dim_rules(roles: AxisRoles, units: Units) -> Iterator[str]:
+    """Yield the function that tells FSDP which dim of a parameter to shard, where that is not always the first."""
+    if not roles.shard:
+        return
+    if roles.tensor is not None:
+        yield function(
+            "free_dim(parameter: nn.Parameter) -> Shard",
+            "Return what FSDP shards: the first dim that tensor parallelism does not.",
+            "is_taken = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)",
+            "return Shard(1 if is_taken and parameter.dim() > 1 else 0)",
+        )
+    elif units.first_even_dim:
+        yield function(
+            "even_dim(parameter: nn.Parameter) -> Shard",
+            "Return what FSDP shards: the first dim that its ranks divide.",
+            f"ranks = MESH[{_quote(roles.axis_name(roles.shard))}]",
+            "return Shard(next((dim for dim, size in enumerate(parameter.shape) if size % ranks == 0), 0))",
+        )
 
 
 def _policy(plan: ShardingPlan) -> Iterator[str]:
@@ -344,91 +358,3 @@ def _policy(plan: ShardingPlan) -> Iterator[str]:
 
 def _quote(text: str) -> str:
     return f'"{text}"'
-
-
-def _rows(
-    plan: ShardingPlan,
-    roles: AxisRoles,
-    styles: TensorStyles | None,
-    units: Units,
-    step: Step,
-    unsaid: tuple[str, ...],
-) -> Iterator[Row]:
-    yield roles.row()
-    yield from _merged(
-        [
-            *_parameter_rows(plan, roles, unsaid),
-            *([] if styles is None else styles.rows),
-            *units.rows,
-            *_step_rows(plan, roles, step),
-            *_technique_rows(plan),
-        ]
-    )
-
-
-def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Return rows without "expressed" ones for a field that another row says less of."""
-    rows = list(rows)
-    worse = {row.field for row in rows if row.outcome != "expressed"}
-    return [row for row in rows if row.outcome != "expressed" or row.field not in worse]
-
-
-def _parameter_rows(plan: ShardingPlan, roles: AxisRoles, unsaid: tuple[str, ...]) -> Iterator[Row]:
-    if not roles.unsaid:
-        yield Row(field="parameters", outcome="expressed", detail="stored and used in the plan's layouts")
-        yield Row(field="activations", outcome="expressed", detail="each rank has its own samples")
-        return
-    axes = ", ".join(roles.names[axis] for axis in roles.unsaid)
-    why = f" (no style says {', '.join(unsaid[:4])})" if unsaid else ""
-    detail = f"tensor parallelism on {axes} is FSDP there{why}: parameters are gathered, and the batch is split"
-    yield Row(field="parameters", outcome="approximated", detail=detail)
-    keys = dict.fromkeys(key for key, _, port in inner_ports(plan) if any(moves(port, axis) for axis in roles.unsaid))
-    if keys:
-        yield Row(field="activations", outcome="lost", detail=f"layouts at {', '.join(keys)}")
-
-
-def _step_rows(plan: ShardingPlan, roles: AxisRoles, step: Step) -> Iterator[Row]:
-    job = plan.job
-    if job.training:
-        reduction = {
-            "ddp": "DDP all-reduces them in buckets, overlapped with the backward; the plan one by one",
-            "fsdp": "FSDP reduces them in every micro-batch or once a step, as the plan does"
-            + (", and all-reduces one buffer for each group, not each parameter" if len(step.data) > 1 else ""),
-            "own": "all-reduced one by one, once a step",
-        }[step.reduction]
-        yield Row(field="gradient reduction", outcome="expressed", detail=reduction)
-        yield Row(field="micro-batches", outcome="expressed", detail=f"{plan.micro_batches} a step")
-        known = job.optimizer in OPTIMIZERS
-        detail = job.optimizer if known else f"{job.optimizer} becomes AdamW: torch has none for sharded parameters"
-        yield Row(field="optimizer", outcome="expressed" if known else "approximated", detail=detail)
-    if plan.activation_checkpointing:
-        modes = sorted({*plan.activation_checkpointing.values()})
-        yield Row(field="checkpointing", outcome="expressed", detail=f"checkpoint_wrapper, {' and '.join(modes)}")
-    if step.autocast:
-        detail = f"autocast to {job.dtype}: norms, softmax and the loss run in fp32, and gradients are fp32"
-        yield Row(field="dtype", outcome="approximated", detail=detail)
-    else:
-        detail = f"{job.dtype} in compute, {job.reduce_dtype} in reduction, {job.stored_dtype} stored"
-        yield Row(field="dtype", outcome="expressed", detail=detail)
-
-
-def _technique_rows(plan: ShardingPlan) -> Iterator[Row]:
-    job, lost = plan.job, "the script runs the model's own code"
-    techniques = {
-        "fused-ops": (job.fused_ops, f"{lost}; torch.compile may fuse it"),
-        "fused-projections": (job.fused_projections, f"{lost}, with one linear layer for each projection"),
-        "zigzag": (plan.zigzag is not None, "sequences are in their natural order, and attention is not sharded"),
-        "reallgather": (plan.reallgathers, "gathered inputs are saved for the backward"),
-        "async-tp": (job.async_tp, "communication is not decomposed; torch.compile can do that"),
-        "flash3": (job.attention_kernel == "flash3", "attention runs in the kernel that torch chooses"),
-    }
-    for name, (is_used, detail) in techniques.items():
-        if is_used:
-            yield Row(field=f"technique {name}", outcome="lost", detail=detail)
-    whole = [key for key, value in plan.opaque_modules.items() if not value]
-    if whole:
-        detail = f"modules that run on whole tensors run on each rank's samples: {', '.join(whole)}"
-        yield Row(field="activations", outcome="approximated", detail=detail)
-    if plan.pipeline is not None:
-        detail = f"{len(plan.pipeline.stages)} stages: the script runs all layers on the ranks of one stage"
-        yield Row(field="pipeline", outcome="lost", detail=detail)

@@ -9,7 +9,6 @@ tells which.
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +16,12 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.conv import _ConvNd
 
 from api.frameworks.expressed import Row
 from api.frameworks.torch_axes import ParameterLayouts
 from api.frameworks.torch_calls import Calls
-from planner.plan.patterns import match_keys
+from api.frameworks.torch_names import collapsed, names_of, tied_parameters
 from planner.plan.ports import Port, ports_of, resolve_input_ports, resolve_output_ports
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -78,13 +78,18 @@ class TensorStyles:
 
 
 def unsaid_parameters(module: nn.Module, layouts: Mapping[str, ParameterLayouts], axis: int) -> tuple[str, ...]:
-    """Return the parameters whose compute layout on ``axis`` no style of torch, nor ``ShardParameters``, gives."""
-    return tuple(
+    """Return the parameters whose compute layout on ``axis`` no style of torch, nor ``ShardParameters``, gives.
+
+    Those of convolutions are among them: torch's DTensor has no backward of a convolution of replicated tensors.
+    """
+    unsaid = [
         name
         for name, item in layouts.items()
         if item.compute[axis] != R
         and not (type(item.compute[axis]) is Shard and _kind(module, name.rpartition(".")[0]) is not None)
-    )
+    ]
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in layouts}
+    return (*unsaid, *(name for name, owner in owners.items() if isinstance(owner, _ConvNd)))
 
 
 def _kind(module: nn.Module, fqn: str) -> str | None:
@@ -315,27 +320,27 @@ class _Styles:
         whole = {n for n, item in self.layouts.items() if item.stored[self.axis] != item.compute[self.axis]} - {*untied}
         axis = self.plan.layout_mesh.names[self.axis]
         if whole:
-            text = f"stored as they are used on {axis}, where the plan has another layout: {_names(whole, names)}"
+            text = f"stored as they are used on {axis}, where the plan has another layout: {names_of(whole, names)}"
             yield Row(field="parameters", outcome="approximated", detail=text)
         if untied:
             text = f"tied parameters have one layout on {axis}, that of the linear layer: {', '.join(sorted(untied))}"
             yield Row(field="parameters", outcome="approximated", detail=text)
         partial = [n for n, item in self.layouts.items() if item.gradient and item.gradient[self.axis].is_partial()]
         if partial and self.plan.job.training:
-            text = f"gradients of {_names(partial, names)} are all-reduced over {axis} before FSDP scatters them"
+            text = f"gradients of {names_of(partial, names)} are all-reduced over {axis} before FSDP scatters them"
             yield Row(field="gradient reduction", outcome="approximated", detail=f"{text}: the plan scatters first")
 
     def _activation_rows(self, modules: list[str]) -> Iterable[Row]:
         axis = self.plan.layout_mesh.names[self.axis]
         yield Row(field="activations", outcome="expressed", detail=f"DTensors on {axis} between modules")
         if self.attention:
-            text = f"attention is sharded over heads, not over the sequence: {_names(self.attention, modules)}"
+            text = f"attention is sharded over heads, not over the sequence: {names_of(self.attention, modules)}"
             yield Row(field="activations", outcome="approximated", detail=text)
         if self.repeated:
-            text = f"each of these redistributes the same tensor: {_names(self.repeated, modules)}"
+            text = f"each of these redistributes the same tensor: {names_of(self.repeated, modules)}"
             yield Row(field="activations", outcome="approximated", detail=text)
         if self.lost:
-            text = f"results that are no tensor or tuple keep their layout: {_names(self.lost, modules)}"
+            text = f"results that are no tensor or tuple keep their layout: {names_of(self.lost, modules)}"
             yield Row(field="activations", outcome="lost", detail=text)
 
 
@@ -383,29 +388,3 @@ def shard_text(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return "Replicate()" if placement == R else "Partial()"
-
-
-def tied_parameters(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return (name, other name) of each parameter that has two names."""
-    first: dict[int, str] = {}
-    pairs = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            pairs.append((name, first[id(parameter)]))
-        first.setdefault(id(parameter), name)
-    return tuple(pairs)
-
-
-def collapsed(values: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return FQN pattern -> value, with ``*`` for the number of a block wherever all blocks have the same value."""
-    known = list(names)
-    patterns: dict[str, str] = {}
-    for fqn, value in values.items():
-        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", fqn)
-        matched = match_keys([pattern], known)[pattern]
-        patterns[pattern if all(values.get(name) == value for name in matched) else fqn] = value
-    return patterns
-
-
-def _names(fqns: Iterable[str], known: Iterable[str]) -> str:
-    return ", ".join(collapsed(dict.fromkeys(sorted(fqns), ""), known))

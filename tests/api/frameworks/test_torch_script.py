@@ -48,7 +48,8 @@ def planned(name: str) -> ShardingPlan:
     """Return the plan of one planner for a tiny Llama, for CPUs."""
     source = load_model({"hf_config": LLAMA})
     plan = build_plan(source.module, tp_plan=source.tp_plan, batch=8, seq=32, dtype="fp32", **JOBS[name])
-    return dataclasses.replace(plan, mesh=PlanMesh.from_mesh(plan.mesh, "cpu"))
+    on_cpu: ShardingPlan = dataclasses.replace(plan, mesh=PlanMesh.from_mesh(plan.mesh, "cpu"))
+    return on_cpu
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def test_a_script_imports_torch_transformers_and_the_standard_library_only(name:
 
 
 def test_a_script_is_formatted_and_has_no_unused_names(tmp_path: Path) -> None:
-    for name in JOBS:
+    for name in ("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"):
         tmp_path.joinpath(f"{name.replace('-', '_')}.py").write_text(written(name).text)
     ruff = [sys.executable, "-m", "ruff"]
     options = ["--isolated", "--no-cache", "--line-length", "120", str(tmp_path)]
@@ -136,7 +137,8 @@ def all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange(tensor: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> torch.Tensor:
         group = functional_collectives._resolve_group((mesh, axis))
         name = functional_collectives._group_or_group_name(group)
-        return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
+        exchanged: torch.Tensor = torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
+        return exchanged
 
     monkeypatch.setattr(placement_types, "shard_dim_alltoall", exchange)
 
