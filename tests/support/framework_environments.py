@@ -40,10 +40,27 @@ ENVIRONMENTS: Mapping[str, Environment] = {
             "einops",
         ),
     ),
-    "megatron-core": Environment(packages=("megatron-core==0.16.1", "einops")),
     "megatron-bridge": Environment(
-        packages=("megatron-bridge==0.3.1", "megatron-core==0.16.1", "omegaconf", "hydra-core", "einops"),
-        stubs=("transformer_engine", "datasets", "tensorboard", "wandb", "modelopt", "nvidia_resiliency_ext", "antlr4"),
+        packages=(
+            *("megatron-bridge==0.3.1", "megatron-core==0.16.1", "omegaconf", "hydra-core==1.3.2", "einops"),
+            "antlr4-python3-runtime==4.9.3",
+        ),
+        stubs=(
+            *("transformer_engine", "triton", "datasets", "google", "tensorboard", "wandb", "modelopt", "mamba_ssm"),
+            *("nvidia_resiliency_ext", "causal_conv1d", "fla", "timm", "open_clip", "mlflow", "qwen_vl_utils", "nvtx"),
+            *(
+                "multistorageclient",
+                "tensorstore",
+                "nemo_run",
+                "sentencepiece",
+                "tiktoken",
+                "PIL",
+                "six",
+                "ftfy",
+                "webdataset",
+                "lightning",
+            ),
+        ),
     ),
     "vllm": Environment(
         packages=(

@@ -8,10 +8,13 @@ import shlex
 import pytest
 from support.framework_environments import run_in
 
+from api.frameworks.bridge import MEGATRON_BRIDGE
 from api.frameworks.deepspeed import DEEPSPEED
 from api.frameworks.launch import Launch
 from api.frameworks.torchtitan import TORCHTITAN
 from api.frameworks.vllm import VLLM
+
+pytestmark = pytest.mark.slow
 
 READ_DEEPSPEED = """
 import json, sys
@@ -52,6 +55,23 @@ found = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(sys.ar
 names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "max_num_seqs", "max_model_len",
          "dtype", "enforce_eager", "enable_expert_parallel", "gpu_memory_utilization")
 print(json.dumps({name: getattr(found, name) for name in names}))
+"""
+
+READ_BRIDGE = """
+import dataclasses, json, sys, typing
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.config import ConfigContainer
+sections = {field.name: field.type for field in dataclasses.fields(ConfigContainer)}
+hints = {**typing.get_type_hints(ConfigContainer), "model": GPTModelProvider}
+unknown = []
+for override in OverridesParser.create().parse_overrides(sys.argv[1:]):
+    section, _, key = override.key_or_group.partition(".")
+    kinds = [hints.get(section), *typing.get_args(hints.get(section))]
+    names = {field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
+    if section not in sections or (key and key not in names):
+        unknown.append(override.key_or_group)
+print(json.dumps(unknown))
 """
 
 
@@ -105,6 +125,25 @@ def test_torchtitan() -> None:
     assert found["data_parallel_shard_degree"] == 2
     assert found["tensor_parallel_degree"] == 2
     assert (found["local_batch_size"], found["global_batch_size"], found["seq_len"]) == (2, 32, 4096)
+
+
+def test_megatron_bridge() -> None:
+    launch = Launch(
+        shard=2,
+        tensor=2,
+        pipeline=2,
+        zero=1,
+        micro_batch=2,
+        batch=32,
+        seq=4096,
+        sequence_parallel=True,
+        expert_tensor=2,
+    )
+    script = MEGATRON_BRIDGE.write(launch, "Llama-3.1-8B").partition("--recipe ")[2].replace("\\\n", " ")
+    _, *overrides = shlex.split(script)
+    assert overrides
+    given = [text for text in overrides if not text.startswith("-")]
+    assert run_in("megatron-bridge", READ_BRIDGE, *given, "ddp.no_such_key=1") == ["ddp.no_such_key"]
 
 
 def test_vllm() -> None:
