@@ -258,6 +258,6 @@ ACCELERATE = Framework(
     implementation=implementation,
     key_value_heads="divided",
     vocabulary="uneven",
-    planners=("ddp", "fsdp", "hsdp", "fsdp-tp"),
+    planners=("ddp", "fsdp", "hsdp"),
     limits=LIMITS,
 )

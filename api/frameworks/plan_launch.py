@@ -48,7 +48,7 @@ def launch_of(plan: ShardingPlan) -> Launch:
     uses = axis_uses(plan)
     for use in uses:
         degrees[_FIELD_OF_ROLE.get(use.role, "replicate")] *= use.size
-    has_shards = any(use.role == "fsdp" or use.weights.gathered for use in uses)
+    has_shards = any(use.role == "fsdp" or (use.role in ("cp", "ep") and use.weights.gathered) for use in uses)
     data = degrees["replicate"] * degrees["shard"] * degrees["expert"]  # experts are spread over ranks of the batch
     if has_shards:
         degrees["shard"] *= degrees["expert"]

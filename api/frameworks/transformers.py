@@ -310,6 +310,6 @@ TRANSFORMERS = Framework(
     implementation=implementation,
     key_value_heads="divided",
     vocabulary="uneven",
-    planners=("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"),
+    planners=("ddp", "fsdp", "hsdp"),
     limits=LIMITS,
 )

@@ -147,8 +147,8 @@ def megatron(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph, *
     """Return the restriction to tensor parallelism on the innermost axis, as Megatron and Hugging Face have it.
 
     On that axis, the linear layers of blocks are sharded: as the model's plan says, or by input or output features
-    where it has none. Activations between them are free, so that sequence parallelism is among the choices. All other
-    axes split the batch.
+    where it has none. So are embedding and head, on either dim. Activations between them are split over the sequence
+    or not at all, and never by samples. All other axes split the batch.
 
     Args:
         mesh: the mesh to plan on.
@@ -163,11 +163,15 @@ def megatron(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph, *
     def accepts(region: Region, strategy: Strategy) -> bool:
         if not _batch_only_on(region, strategy, data_axes, mesh):
             return False
-        return mesh.shape[axis] == 1 or all(
-            layout[axis] in placements[slot.parameter]
-            for slot, layout in zip(region.slots, strategy.forward, strict=True)
-            if slot.parameter is not None and slot.parameter in placements and layout is not None
-        )
+        for slot, layout in zip(region.slots, strategy.forward, strict=True):
+            if layout is None or mesh.shape[axis] == 1:
+                continue
+            allowed = None if slot.parameter is None else placements.get(slot.parameter)
+            if allowed is not None and layout[axis] not in allowed:
+                return False
+            if slot.origin == "entry" and layout[axis] == Shard(0) and len(slot.value.shape) > 1:
+                return False
+        return True
 
     def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
         allowed = [placements[name] for name in names if name in placements]
@@ -198,10 +202,10 @@ def _stored_beside(value: Value, mesh: MeshSpec, axes: Sequence[int], tensor_axi
 def _block_placements(
     styles: Mapping[str, str] | None, graph: OpGraph, size: int
 ) -> Mapping[str, tuple[Placement, ...]]:
-    """Return FQN -> its possible placements on a tensor-parallel axis of ``size`` ranks, for parameters of blocks.
+    """Return FQN -> its possible placements on a tensor-parallel axis of ``size`` ranks.
 
-    Parameters that the model's plan does not name are replicated. Without a plan, weights of two dims are sharded on
-    either of them, and other parameters are free: they are left out.
+    Parameters of blocks that the model's plan does not name are replicated. Without a plan, and outside of blocks,
+    weights of two dims are sharded on either of them, and other parameters are free: they are left out.
     """
     try:
         planned = _expert_layouts(styles, graph) if styles else {}
@@ -211,9 +215,7 @@ def _block_placements(
     for value_name, names in graph.parameters.items():
         value = graph.values[value_name]
         for name in names:
-            if block_of(name) is None:
-                continue
-            if planned:
+            if planned and block_of(name) is not None:
                 wanted = planned.get(name, R)
                 placements[name] = (wanted if _splits(value, wanted, size) else R,)
             elif len(value.shape) == 2:

@@ -1,0 +1,104 @@
+"""Exports: a plan made for a framework loses nothing; what others lose is said; what is read back is the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+from support import families
+
+from api.frameworks.export import Exported, export, export_plan, planners_of
+from api.frameworks.launch import Launch
+from api.frameworks.plan_launch import launch_of
+from api.frameworks.registry import NAMES, find_framework
+from api.render.export import row_lines
+from planner.build import build_plan
+from planner.errors import JobError, PlanError
+from planner.plan.sharding_plan import ShardingPlan
+
+CLUSTERS = ("1x4xtoy", "2x4xtoy")
+TRAINED = [name for name in NAMES if name != "vllm"]
+
+
+@cache
+def plan_for(planner: str, cluster: str, memory_gb: float | None = None, phase: str = "training") -> ShardingPlan:
+    module, _ = families.make("llama", 16)
+    options = {} if memory_gb is None else {"memory_gb": memory_gb}
+    return build_plan(module, cluster=cluster, batch=16, seq=32, planner=planner, phase=phase, dtype="bf16", **options)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_plan_made_for_a_framework_loses_nothing(name: str, cluster: str) -> None:
+    plan = plan_for("+".join(planners_of(name)), cluster)
+    exported = export(plan, find_framework(name))
+    assert exported.loses_nothing, exported.rows
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_so_does_the_plan_of_each_baseline_that_it_says(name: str) -> None:
+    for planner in planners_of(name):
+        launch = launch_of(plan_for(planner, "2x4xtoy"))
+        assert find_framework(name).can_write(launch), (planner, launch)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_read_back_is_the_plans_launch(name: str) -> None:
+    plan = plan_for("+".join(planners_of(name)), "2x4xtoy")
+    framework = find_framework(name)
+    exported = export(plan, framework)
+    reading = framework.read(exported.text, 8)
+    assert not reading.faults
+    assert framework.version in exported.text or name in ("transformers",)
+
+    def comparable(launch: Launch) -> Launch:
+        unsaid = [field for field in ("seq", "checkpointing", "compiled") if field not in framework.says]
+        plain = Launch()
+        launch = dataclasses.replace(launch, batch=launch.global_batch, compiled=False)
+        return dataclasses.replace(launch, **{field: getattr(plain, field) for field in unsaid})
+
+    assert comparable(reading.launch) == comparable(launch_of(plan))
+
+
+def test_a_served_plan_is_a_command_line_of_vllm() -> None:
+    plan = plan_for("tp+ddp", "1x4xtoy", phase="decode")
+    exported = export(plan, find_framework("vllm"))
+    assert exported.loses_nothing, exported.rows
+    reading = find_framework("vllm").read(exported.text, 4)
+    assert not reading.faults
+    assert (reading.launch.tensor, reading.launch.data) == (launch_of(plan).tensor, launch_of(plan).data)
+
+
+def test_what_a_framework_cannot_say_is_said() -> None:
+    plan = plan_for("fsdp-tp", "2x4xtoy")
+    exported = export(plan, find_framework("deepspeed"))
+    assert not exported.loses_nothing
+    assert exported.launch is not None
+    assert exported.launch.ranks == 8
+    text = "\n".join(row_lines(exported, plan, 2.0))
+    assert "--for deepspeed" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_checkpointing_of_some_blocks_is_approximated() -> None:
+    plan = plan_for("fsdp", "1x4xtoy")
+    some = dataclasses.replace(
+        plan,
+        activation_checkpointing={"model.layers.0": "full"},
+        job=dataclasses.replace(plan.job, ac="full:1"),
+    )
+    rows = {row.field: row for row in export(some, find_framework("torchtitan")).rows}
+    assert rows["activation checkpointing"].outcome == "approximated"
+    assert "full:1 becomes full" in rows["activation checkpointing"].detail
+
+
+def test_a_training_plan_is_no_server() -> None:
+    with pytest.raises(PlanError, match="vLLM has no configuration that is near this plan"):
+        export(plan_for("fsdp", "1x4xtoy"), find_framework("vllm"))
+
+
+def test_names() -> None:
+    assert isinstance(export_plan(plan_for("fsdp", "1x4xtoy"), "torch"), Exported)
+    with pytest.raises(JobError, match="no framework 'jax'"):
+        export_plan(plan_for("fsdp", "1x4xtoy"), "jax")
