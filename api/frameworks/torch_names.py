@@ -28,7 +28,8 @@ def collapsed(values: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
     for fqn, value in values.items():
         pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", fqn)
         matched = match_keys([pattern], known)[pattern]
-        patterns[pattern if all(values.get(name) == value for name in matched) else fqn] = value
+        is_shared = len(matched) > 1 and all(values.get(name) == value for name in matched)
+        patterns[pattern if is_shared else fqn] = value
     return patterns
 
 

@@ -278,12 +278,12 @@ def _batches(plan: ShardingPlan, step: Step) -> str:
     doc = "Yield the micro-batches of each step, of this rank's samples: labels are -100 where there is no target."
     if not (step.is_hugging_face and step.is_causal and plan.job.seq):
         return function(signature, doc, 'raise NotImplementedError("fill in batches()")')
-    rank = _data_rank(step)
+    rank, ranks = _data_rank(step), "" if step.data_ranks == 1 else f" // {step.data_ranks}"
     return function(
         signature,
         doc,
         f"generator = torch.Generator().manual_seed({rank})  # random tokens: put your data here",
-        f"size = (MICRO_BATCHES, BATCH // MICRO_BATCHES // {step.data_ranks}, SEQ + 1)",
+        f"size = (MICRO_BATCHES, BATCH // MICRO_BATCHES{ranks}, SEQ + 1)",
         "for _ in range(steps):",
         '    tokens = torch.randint(CONFIG["vocab_size"], size, generator=generator).to(DEVICE)',
         '    yield [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in tokens]',
@@ -313,6 +313,7 @@ def inference_functions(plan: ShardingPlan, step: Step) -> Iterator[str]:
     cache, mesh = ", use_cache=True" if step.uses_cache else "", "model: nn.Module, inputs: dict[str, Any]"
     keeps = ", logits_to_keep=1" if step.keeps_logits else ""
     prepared = _inputs(step)
+    prepared = ["inputs = dict(inputs)", *prepared] if prepared else []
     if step.tensor is not None and step.uses_cache:
         yield _SHARDED_LAYER
         prepared.append(f'inputs = {{"{step.cache}": Cache(layer_class_to_replicate=ShardedLayer), **inputs}}')
@@ -320,7 +321,7 @@ def inference_functions(plan: ShardingPlan, step: Step) -> Iterator[str]:
         f"forward({mesh}, mesh: DeviceMesh) -> Any",
         "Return the output of one forward for this rank's samples; with the last output's cache, of one more token.",
         f"with {contexts}:",
-        *(f"    {line}" for line in (["inputs = dict(inputs)", *prepared] if prepared else ())),
+        *(f"    {line}" for line in prepared),
         f"    return model(**inputs{cache}{keeps})",
     )
     if not (step.is_hugging_face and step.is_causal and plan.job.seq):
@@ -328,11 +329,12 @@ def inference_functions(plan: ShardingPlan, step: Step) -> Iterator[str]:
             "prompt(mesh: DeviceMesh) -> dict[str, Any]", "Return this rank's inputs.", "raise NotImplementedError"
         )
     else:
+        samples = "BATCH" if step.data_ranks == 1 else f"BATCH // {step.data_ranks}"
         yield function(
             "prompt(mesh: DeviceMesh) -> dict[str, Any]",
             "Return this rank's samples.",
             f"generator = torch.Generator().manual_seed({_data_rank(step)})  # random tokens: put your prompts here",
-            f'tokens = torch.randint(CONFIG["vocab_size"], (BATCH // {step.data_ranks}, SEQ), generator=generator)',
+            f'tokens = torch.randint(CONFIG["vocab_size"], ({samples}, SEQ), generator=generator)',
             'return {"input_ids": tokens.to(DEVICE)}',
         )
     decode = [

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from support.gloo import GlooRanks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from api.frameworks.torch_script import TorchScript, torch_script
 from api.requests.model_registry import load_model
@@ -166,6 +167,38 @@ def tensor_axis_of(script: TorchScript) -> str | None:
     """Return the axis that the script calls ``tensor_parallel`` with."""
     _, _, after = script.text.partition("    tensor_parallel(model, mesh[")
     return after.split('"')[1] if after else None
+
+
+def generate(rank: int, text: str) -> list[torch.Tensor]:
+    """Return the last logits of a prompt and of two tokens after it."""
+    script = loaded(text)
+    mesh = init_device_mesh("cpu", tuple(script.MESH.values()), mesh_dim_names=tuple(script.MESH))
+    model = script.shard(script.build_model(), mesh).eval()
+    output = script.forward(model, {"input_ids": global_batch(0)["input_ids"]}, mesh)
+    logits = [whole(output.logits)]
+    for _ in range(2):
+        token = logits[-1][:, -1:].argmax(-1)
+        output = script.forward(model, {"input_ids": token, "cache": output.cache}, mesh)
+        logits.append(whole(output.logits))
+    return [value[:, -1] for value in logits]
+
+
+def whole(logits: torch.Tensor) -> torch.Tensor:
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_generated_logits_equal_those_of_the_unsharded_model(ranks: GlooRanks, model: str) -> None:
+    source = load_model({"hf_config": CONFIGS[model]})
+    job = {"phase": "decode", "planner": "tp", "mesh": "tp=4", "cluster": "1x4xtoy"}
+    plan = build_plan(source.module, tp_plan=source.tp_plan, batch=BATCH, seq=SEQ, dtype="fp32", **job)
+    text = torch_script(plan, source.module, config=CONFIGS[model]).text
+    unsharded, tokens = loaded(text).build_model().eval(), global_batch(0)["input_ids"]
+    for logits in ranks.call(generate, text)[0]:
+        with torch.no_grad():
+            expected = unsharded(tokens).logits[:, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+        tokens = torch.cat([tokens, expected.argmax(-1, keepdim=True)], dim=1)
 
 
 def test_torchrun_runs_a_script(tmp_path: Path) -> None:
