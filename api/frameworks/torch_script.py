@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from api.frameworks.expressed import Row
-from api.frameworks.torch_axes import AxisRoles, axis_roles, parameter_layouts
-from api.frameworks.torch_calls import Calls, observed_calls
-from api.frameworks.torch_fsdp import Units, fsdp_units
-from api.frameworks.torch_rows import script_rows
-from api.frameworks.torch_steps import Step, inference_functions, training_functions
-from api.frameworks.torch_styles import TensorStyles, tensor_styles, unsaid_parameters
-from api.frameworks.torch_text import expression, function, imports, joined, literal, loop, mapping, wrapped
+from api.frameworks.pytorch.axes import AxisRoles, axis_roles, parameter_layouts
+from api.frameworks.pytorch.calls import Calls, observed_calls
+from api.frameworks.pytorch.fsdp import Units, fsdp_units
+from api.frameworks.pytorch.rows import script_rows
+from api.frameworks.pytorch.steps import Step, inference_functions, training_functions
+from api.frameworks.pytorch.styles import TensorStyles, tensor_styles, unsaid_parameters
+from api.frameworks.pytorch.text import expression, function, imports, joined, literal, loop, mapping, wrapped
 from api.requests.model_configs import preset_names, read_preset
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.plan.sharding_plan import ShardingPlan

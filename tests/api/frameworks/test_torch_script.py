@@ -21,8 +21,8 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from api.frameworks.pytorch.text import expression, wrapped
 from api.frameworks.torch_script import TorchScript, torch_script
-from api.frameworks.torch_text import expression, wrapped
 from api.requests.model_registry import load_model
 from executor.collective_counter import CollectiveCounter, axes_by_group
 from executor.step_on_meta import fake_processes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from api.frameworks.expressed import Row
-from api.frameworks.torch_axes import AxisRoles, ParameterLayouts, inner_ports, moves
-from api.frameworks.torch_fsdp import Units
-from api.frameworks.torch_names import names_of
-from api.frameworks.torch_steps import OPTIMIZERS, Step
-from api.frameworks.torch_styles import TensorStyles
+from api.frameworks.pytorch.axes import AxisRoles, ParameterLayouts, inner_ports, moves
+from api.frameworks.pytorch.fsdp import Units
+from api.frameworks.pytorch.names import names_of
+from api.frameworks.pytorch.steps import OPTIMIZERS, Step
+from api.frameworks.pytorch.styles import TensorStyles
 from planner.plan.sharding_plan import ShardingPlan
 
 

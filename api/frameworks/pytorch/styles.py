@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.conv import _ConvNd
 
 from api.frameworks.expressed import Row
-from api.frameworks.torch_axes import ParameterLayouts
-from api.frameworks.torch_calls import Calls
-from api.frameworks.torch_names import collapsed, names_of, tied_parameters
+from api.frameworks.pytorch.axes import ParameterLayouts
+from api.frameworks.pytorch.calls import Calls
+from api.frameworks.pytorch.names import collapsed, names_of, tied_parameters
 from planner.plan.ports import Port, ports_of, resolve_input_ports, resolve_output_ports
 from planner.plan.sharding_plan import ShardingPlan
 

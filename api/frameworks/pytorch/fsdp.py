@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from api.frameworks.expressed import Row
-from api.frameworks.torch_axes import AxisRoles, ParameterLayouts, by_name
-from api.frameworks.torch_names import collapsed, names_of, tied_parameters
+from api.frameworks.pytorch.axes import AxisRoles, ParameterLayouts, by_name
+from api.frameworks.pytorch.names import collapsed, names_of, tied_parameters
 from planner.plan.sharding_plan import ShardingPlan
 
 R = Replicate()

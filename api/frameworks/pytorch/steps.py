@@ -11,10 +11,10 @@ from typing import Literal
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from api.frameworks.torch_axes import AxisRoles
-from api.frameworks.torch_fsdp import Units
-from api.frameworks.torch_styles import TensorStyles, shard_text
-from api.frameworks.torch_text import expression, function, joined
+from api.frameworks.pytorch.axes import AxisRoles
+from api.frameworks.pytorch.fsdp import Units
+from api.frameworks.pytorch.styles import TensorStyles, shard_text
+from api.frameworks.pytorch.text import expression, function, joined
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
