@@ -53,9 +53,14 @@ def read(text: str, devices: int) -> Reading:
         launch=launch,
         faults=tuple(notes.faults),
         unpriced=tuple(notes.unpriced),
+        ulysses=f"parallelism_config.parallelism_config_sp_size: {launch.context}" if _is_ulysses(notes) else "",
         assumed=tuple(notes.assumed),
         version=version[1] if version else None,
     )
+
+
+def _is_ulysses(notes: Notes) -> bool:
+    return any("Ulysses" in text for text in notes.unpriced)
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from api.frameworks.documents import Notes, Section, check_sayable, closest, kno
 from api.frameworks.launch import Framework, Launch, Reading, flag
 from api.frameworks.megatron import DEVICES_PER_NODE, nothing, reasons
 from api.frameworks.megatron import implementation as megatron_implementation
-from api.frameworks.megatron_reader import OPTIMIZERS, STRATEGIES, Settings, launch_of, sizes_of
+from api.frameworks.megatron_reader import OPTIMIZERS, STRATEGIES, Settings, launch_of, sizes_of, stages_of
 from cost_model.configuration.implementation import Implementation
 from cost_model.configuration.parallelism import TrainingDtype
 from planner.errors import JobError
@@ -61,6 +61,12 @@ PRECISIONS = {
 }
 """Dtype -> ``mixed_precision``."""
 
+RENAMED = {
+    "model.decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
+    "model.decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
+}
+"""Megatron-LM's name of a setting -> Bridge's, where they differ."""
+
 _VALUE = r"(\"[^\"\n]*\"|'[^'\n]*'|\[[^\]]*\]|[^\s\\,;()]+(?:\(\))?)"
 _ASSIGNED = re.compile(rf"^\s*(?:cfg|config|recipe)\.([a-z]\w*(?:\.\w+)*)\s*=(?!=)\s*{_VALUE}", re.MULTILINE)
 _OVERRIDE = re.compile(rf"(?<![\w.$/-])\+{{0,2}}((?:[a-z]\w*\.\w[\w.]*)|mixed_precision)=(?!=){_VALUE}")
@@ -96,7 +102,8 @@ def read(text: str, devices: int) -> Reading:
     known = known_keys("bridge")
     for key in given:
         if key not in known and f"{key.partition('.')[0]}.*" not in known:
-            notes.faults.append(f"{key} is not a key of Megatron-Bridge{closest(key, known)}")
+            advice = f" ({RENAMED[key]} is)" if key in RENAMED else closest(key, known)
+            notes.faults.append(f"{key} is not a key of Megatron-Bridge{advice}")
     base = _recipe(recipe[1] if recipe else None, notes)
     values: dict[str, Any] = {key: value for key, value in {**base, **given}.items() if key not in cleared}
     fsdp = ("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp")
@@ -117,6 +124,7 @@ def read(text: str, devices: int) -> Reading:
         unpriced=tuple(dict.fromkeys(notes.unpriced)),
         assumed=tuple(notes.assumed),
         sizes=sizes_of(settings),
+        stages=stages_of(settings),
         version=version[1] if version else None,
     )
 
@@ -314,7 +322,8 @@ MEGATRON_BRIDGE = Framework(
     },
     implementation=implementation,
     key_value_heads="copied",
-    vocabulary="padded",
+    vocabulary="divided",
+    experts_need_sequence_parallel=True,
     planners=("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"),
 )
 """Megatron-Bridge."""

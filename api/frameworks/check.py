@@ -155,7 +155,15 @@ def check(
             "the configuration does not say the length of a sequence.", what_to_do="Give --seq.", field="seq"
         )
     launch = dataclasses.replace(launch, seq=tokens)
-    pricer = LaunchPricer(framework=made, model=config.name, spec=spec, cluster=where, seq=tokens)
+    pricer = LaunchPricer(
+        framework=made,
+        model=config.name,
+        spec=spec,
+        cluster=where,
+        seq=tokens,
+        stages=reading.stages,
+        ulysses=bool(reading.ulysses),
+    )
     faults = faults_of(made, dataclasses.replace(reading, launch=launch), spec, pricer.parallel(launch), where)
     result = Check(
         framework=made,

@@ -50,6 +50,7 @@ def read(text: str, devices: int) -> Reading:
         launch=launch,
         faults=tuple(notes.faults),
         unpriced=tuple(notes.unpriced),
+        ulysses=f"sequence_parallel_size: {launch.context}" if launch.context > 1 else "",
         assumed=tuple(notes.assumed),
         version=version[1] if version else None,
     )

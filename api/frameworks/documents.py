@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, TypeVar
@@ -217,13 +217,16 @@ def unknown_keys(values: Mapping[str, Any], known: frozenset[str], title: str) -
         yield f"{key} is not a key of {title}{closest(key, known)}"
 
 
-def closest(key: str, known: Iterable[str]) -> str:
+def closest(key: str, known: Collection[str]) -> str:
     """Return the known key that is closest to ``key``, in brackets; "" where none is close."""
+    last = key.rpartition(".")[2]
+    if last != key and (last in known or f"{last}.*" in known):
+        return f" (the closest is {last}, outside of {key.rpartition('.')[0]})"
     names = [name for name in known if not name.endswith(".*")]
     matches = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
     if not matches:
         by_end = {name.rpartition(".")[2]: name for name in sorted(names)}
-        ends = difflib.get_close_matches(key.rpartition(".")[2], by_end, n=1, cutoff=0.8)
+        ends = difflib.get_close_matches(last, by_end, n=1, cutoff=0.8)
         matches = [by_end[end] for end in ends]
     return f" (the closest is {matches[0]})" if matches else ""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_model.configuration.divisibility import Stages
 from cost_model.configuration.implementation import Implementation
 from cost_model.configuration.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from planner.errors import JobError
@@ -118,6 +119,9 @@ class Reading:
         unpriced: keys that are known to the framework, and that change time or memory in ways that are not priced.
         sizes: field of `TransformerSpec` ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab") -> what the
             configuration says of the model, and the key that says it.
+        stages: how layers may split into pipeline stages, where the configuration says it; None: as the framework does.
+        ulysses: how the configuration says the degree of Ulysses, which is context parallelism that splits heads inside
+            attention; "": there is none.
         assumed: what the configuration lacks, and what was taken, such as "training.seq_len 2048: the default".
         version: of the framework that the file names; None: it names none.
     """
@@ -126,6 +130,8 @@ class Reading:
     faults: tuple[str, ...] = ()
     unpriced: tuple[str, ...] = ()
     sizes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    stages: Stages | None = None
+    ulysses: str = ""
     assumed: tuple[str, ...] = ()
     version: str | None = None
 
@@ -148,8 +154,10 @@ class Framework:
         implementation: (launch, architecture of the device, such as "sm90") -> what the price depends on beside the
             degrees.
         key_value_heads: whether tensor parallelism has to divide the key-value heads, or copies them ("copied").
-        vocabulary: whether tensor parallelism has to divide the vocabulary, or pads it ("padded"), or splits it
-            unevenly ("uneven").
+        vocabulary: whether tensor parallelism has to divide the vocabulary, or pads it ("padded"; "padded to 64": to a
+            multiple of 64, which it has to divide), or splits it unevenly ("uneven").
+        stages: how layers may split into pipeline stages.
+        experts_need_sequence_parallel: whether tensor parallelism of a model with experts needs sequence parallelism.
         planners: baselines (`planner.run.baselines.LAUNCHED`) whose layouts a configuration can say in full.
     """
 
@@ -164,6 +172,8 @@ class Framework:
     implementation: Callable[[Launch, str], Implementation]
     key_value_heads: str = "divided"
     vocabulary: str = "padded"
+    stages: Stages = "even"
+    experts_need_sequence_parallel: bool = False
     planners: tuple[str, ...] = ()
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 

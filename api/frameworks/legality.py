@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from api.frameworks.launch import Framework, Launch, Reading
@@ -21,6 +22,8 @@ def faults_of(
     launch = reading.launch
 
     def say(axis: str, degree: int) -> str:
+        if axis == "cp" and reading.ulysses:
+            return reading.ulysses
         return said(framework, launch, _FIELDS[axis]) or f"{axis}={degree}"
 
     # Where the text contradicts itself, its faults say what is wrong with the ranks and the batch.
@@ -28,7 +31,15 @@ def faults_of(
     faults = [
         *reading.faults,
         *_other_sizes(reading, spec),
-        *uneven_splits(spec, parallel, batch=batch, devices=cluster.size, say=say),
+        *uneven_splits(
+            spec,
+            parallel,
+            batch=batch,
+            devices=cluster.size,
+            say=say,
+            stages=reading.stages or framework.stages,
+            ulysses=bool(reading.ulysses),
+        ),
         *_tensor_splits(framework, launch, spec, cluster, say("tp", launch.tensor)),
         *(() if reading.faults else _ranks(launch, cluster)),
     ]
@@ -36,8 +47,11 @@ def faults_of(
 
 
 def said(framework: Framework, launch: Launch, name: str) -> str:
-    """Return how the framework says a field of ``launch``; "" where it does not, or where it follows from others."""
-    return ", ".join(framework.says[name](launch)) if name in framework.says else ""
+    """Return how the framework says a field of ``launch``; "" where it does not, or where it follows from others.
+
+    Of several texts, the first says the field; the others say what has to change with it.
+    """
+    return next(iter(framework.says[name](launch)), "") if name in framework.says else ""
 
 
 def _other_sizes(reading: Reading, spec: TransformerSpec) -> Iterator[str]:
@@ -65,9 +79,22 @@ def _tensor_splits(
         if not splits(launch.tensor) and spec.heads % launch.tensor == 0:
             legal = alternatives([degree for degree in degrees if splits(degree)])
             yield f"{text} does not divide {spec.kv_heads} key-value heads ({legal} would do)"
-    if framework.vocabulary == "divided" and spec.vocab % launch.tensor:
-        legal = alternatives([degree for degree in degrees if spec.vocab % degree == 0])
-        yield f"{text} does not divide a vocabulary of {spec.vocab:,} ({legal} would do)"
+    vocab = vocabulary_to_split(framework, spec)
+    if vocab % launch.tensor:
+        legal = alternatives([degree for degree in degrees if vocab % degree == 0])
+        padded = f", padded to {vocab:,}" if vocab != spec.vocab else ""
+        yield f"{text} does not divide a vocabulary of {spec.vocab:,}{padded} ({legal} would do)"
+    needs = framework.experts_need_sequence_parallel and spec.experts is not None and not launch.sequence_parallel
+    if needs and launch.tensor > 1:
+        sequences = said(framework, dataclasses.replace(launch, sequence_parallel=True), "sequence_parallel")
+        yield f"{text} for a model with experts needs {sequences}"
+
+
+def vocabulary_to_split(framework: Framework, spec: TransformerSpec) -> int:
+    """Return the vocabulary that tensor parallelism has to divide; 0 where it divides any."""
+    if framework.vocabulary == "divided":
+        return spec.vocab
+    return -(-spec.vocab // 64) * 64 if framework.vocabulary == "padded to 64" else 0
 
 
 def _ranks(launch: Launch, cluster: ClusterSpec) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from api.frameworks.documents import Notes, Section, check_sayable, closest, known_keys
 from api.frameworks.flags import TORCHRUN_FLAG, read_flags
 from api.frameworks.launch import Framework, Launch, Reading, flag
-from api.frameworks.megatron_reader import OPTIMIZERS, STRATEGIES, Settings, launch_of, sizes_of
+from api.frameworks.megatron_reader import OPTIMIZERS, STRATEGIES, Settings, launch_of, sizes_of, stages_of
 from cost_model.configuration.frameworks import MEGATRON
 from cost_model.configuration.implementation import Implementation
 from planner.errors import JobError
@@ -23,6 +23,9 @@ REPLACED = {
     "--checkpoint-activations": "--recompute-granularity full",
     "--warmup": "--lr-warmup-fraction",
     "--use-custom-fsdp": "--use-megatron-fsdp",
+    "--activations-checkpoint-method": "--recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--activations-checkpoint-granularity": "--recompute-granularity",
 }
 """Argument that Megatron-LM refuses now -> the one to take instead."""
 
@@ -77,6 +80,7 @@ def read(text: str, devices: int) -> Reading:
         unpriced=tuple(dict.fromkeys(notes.unpriced)),
         assumed=tuple(notes.assumed),
         sizes=sizes_of(settings),
+        stages=stages_of(settings),
         version=version[1] if version else None,
     )
 
@@ -239,6 +243,7 @@ MEGATRON_LM = Framework(
     implementation=implementation,
     key_value_heads="copied",
     vocabulary="padded",
+    experts_need_sequence_parallel=True,
     planners=("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"),
 )
 """Megatron-LM with Megatron-Core's models."""

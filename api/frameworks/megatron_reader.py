@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from api.frameworks.documents import Section, divisors
 from api.frameworks.launch import Launch
+from cost_model.configuration.divisibility import Stages
 from cost_model.configuration.parallelism import Checkpointing, TrainingDtype
 
 STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -143,6 +144,16 @@ def sizes_of(settings: Settings) -> dict[str, tuple[int, str]]:
     return {
         field: (settings.number(name, 1), settings.key(name)) for name, field in SIZES.items() if settings.has(name)
     }
+
+
+def stages_of(settings: Settings) -> Stages:
+    """Return how layers may split into pipeline stages."""
+    uneven = ("pipeline_model_parallel_layout", *(name for name in UNPRICED if name.endswith("_pipeline_num_layers")))
+    uneven += tuple(name for name in UNPRICED if name.startswith("num_layers_in_"))
+    if any(settings.has(name) for name in uneven):
+        return "free"
+    ends = [settings.on(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")]
+    return "ends" if all(ends) else "free" if any(ends) else "even"
 
 
 def _degrees(settings: Settings, devices: int) -> tuple[int, int, int]:

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from api.frameworks.launch import Framework, Launch
+from api.frameworks.legality import vocabulary_to_split
 from api.requests.price_configuration import PricedConfiguration
-from cost_model.configuration.divisibility import uneven_splits
+from cost_model.configuration.divisibility import Stages, uneven_splits
 from cost_model.configuration.memory import step_memory
 from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.step import step_time
@@ -22,6 +23,7 @@ class LaunchPricer:
     Attributes:
         model: its name, for people.
         seq: tokens of a sequence.
+        stages, ulysses: as in a `Reading`.
     """
 
     framework: Framework
@@ -29,6 +31,8 @@ class LaunchPricer:
     spec: TransformerSpec
     cluster: ClusterSpec
     seq: int
+    stages: Stages | None = None
+    ulysses: bool = False
     _prices: dict[Launch, PricedConfiguration | None] = field(default_factory=dict, repr=False, compare=False)
 
     def parallel(self, launch: Launch) -> ParallelSpec:
@@ -39,8 +43,12 @@ class LaunchPricer:
         """Return whether the degrees have the cluster's devices, and divide the model, the sequence and the batch."""
         if launch.ranks != self.cluster.size or not self._splits_heads(launch.tensor):
             return False
-        splits = uneven_splits(self.spec, self.parallel(launch), batch=launch.global_batch, devices=1)
-        return not splits
+        experts_alone = self.spec.experts is not None and self.framework.experts_need_sequence_parallel
+        if experts_alone and launch.tensor > 1 and not launch.sequence_parallel:
+            return False
+        stages = self.stages or self.framework.stages
+        parallel, batch = self.parallel(launch), launch.global_batch
+        return not uneven_splits(self.spec, parallel, batch=batch, devices=1, stages=stages, ulysses=self.ulysses)
 
     def price(self, launch: Launch) -> PricedConfiguration | None:
         """Return the price of ``launch``; None where it is so illegal that it has none."""
@@ -64,5 +72,5 @@ class LaunchPricer:
     def _splits_heads(self, tensor: int) -> bool:
         kv_heads = self.spec.heads if self.spec.mla is not None else self.spec.kv_heads
         copies = self.framework.key_value_heads == "copied" and tensor % kv_heads == 0
-        divides = self.framework.vocabulary != "divided" or self.spec.vocab % tensor == 0
+        divides = vocabulary_to_split(self.framework, self.spec) % tensor == 0
         return divides and (kv_heads % tensor == 0 or copies)

@@ -258,6 +258,7 @@ TORCHTITAN = Framework(
     implementation=implementation,
     key_value_heads="divided",
     vocabulary="uneven",
+    stages="free",
     planners=("ddp", "fsdp", "hsdp", "fsdp-tp", "tp"),
 )
 """torchtitan."""

@@ -303,7 +303,8 @@ VLLM = Framework(
     says=SAYS,
     implementation=implementation,
     key_value_heads="copied",
-    vocabulary="padded",
+    vocabulary="padded to 64",
+    stages="free",
     planners=("tp", "ddp"),
     limits={"dtype": ("bf16", "fp16", "fp32")},
 )

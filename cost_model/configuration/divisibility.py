@@ -8,6 +8,7 @@ replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
@@ -16,8 +17,19 @@ Say = Callable[[str, int], str]
 """(axis, degree) -> how the user said it, such as "tp=8"."""
 
 
+Stages = Literal["even", "ends", "free"]
+"""How layers split into pipeline stages: evenly, evenly with embedding and loss as a layer each, or in any way."""
+
+
 def uneven_splits(
-    spec: TransformerSpec, parallel: ParallelSpec, *, batch: int, devices: int, say: Say = "{}={}".format
+    spec: TransformerSpec,
+    parallel: ParallelSpec,
+    *,
+    batch: int,
+    devices: int,
+    say: Say = "{}={}".format,
+    stages: Stages = "ends",
+    ulysses: bool = False,
 ) -> list[str]:
     """Return a clause for each size that a degree does not divide: "tp=8 does not divide 14 heads (1, 2 would do)".
 
@@ -27,10 +39,14 @@ def uneven_splits(
         batch: sequences of the global batch.
         devices: devices of the cluster; the degrees that divide them and are legal are listed.
         say: how a clause names a degree.
+        stages: how layers may split; "ends" is either of the first two.
+        ulysses: whether context parallelism splits heads inside attention; else each rank holds two chunks of a
+            sequence.
     """
     degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
-    checks = (_tensor, _sequence, _experts, _layers)
-    return [text for check in checks for text in check(spec, parallel, degrees, say)] + list(_batch(parallel, batch))
+    texts = [*_tensor(spec, parallel, degrees, say), *_sequence(spec, parallel, degrees, say, ulysses)]
+    texts += [*_experts(spec, parallel, degrees, say), *_layers(spec, parallel, degrees, say, stages)]
+    return texts + list(_batch(parallel, batch))
 
 
 def alternatives(values: Sequence[int]) -> str:
@@ -66,14 +82,20 @@ def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int
         yield from _unless(_divides(spec.experts.shared_ffn), "tp", parallel.tensor, what, degrees, say)
 
 
-def _sequence(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say) -> Iterator[str]:
-    chunks = 2 if spec.causal else 1  # under a causal mask a rank holds two chunks, one early and one late
+def _sequence(
+    spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say, ulysses: bool
+) -> Iterator[str]:
+    chunks = (
+        2 if spec.causal and not ulysses else 1
+    )  # under a causal mask a rank holds two chunks, one early and one late
 
     def splits(context: int) -> bool:
         return context == 1 or parallel.seq % (chunks * context) == 0
 
     what = f"a sequence of {parallel.seq:,} tokens" + (" into two chunks a rank" if chunks == 2 else "")
     yield from _unless(splits, "cp", parallel.context, what, degrees, say)
+    if ulysses:
+        yield from _unless(_divides(spec.heads), "cp", parallel.context, f"{spec.heads} heads", degrees, say)
     if parallel.sequence_parallel and splits(parallel.context):
         local = parallel.seq // parallel.context
         what = f"the {local:,} tokens of a sequence on a rank, which sequence parallelism splits"
@@ -94,14 +116,17 @@ def _experts(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[in
     yield from _unless(splits, "ep", parallel.expert, what, degrees, say)
 
 
-def _layers(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say) -> Iterator[str]:
+def _layers(
+    spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say, kind: Stages
+) -> Iterator[str]:
     chunks = parallel.virtual_stages
 
     def splits(stages: int) -> bool:
         # Embedding and loss may count as a layer each (`step.stage_layers`), as in Llama 3.1 405B: 126 layers on pp=16.
-        return stages == 1 or (
-            stages * chunks <= spec.layers and any(n % (stages * chunks) == 0 for n in (spec.layers, spec.layers + 2))
-        )
+        counts = (spec.layers, spec.layers + 2) if kind == "ends" else (spec.layers,)
+        if stages == 1 or stages * chunks > spec.layers:
+            return stages == 1
+        return kind == "free" or any(count % (stages * chunks) == 0 for count in counts)
 
     what = f"{spec.layers} layers" + (f" into {chunks} virtual stages a rank" if chunks > 1 else "")
     yield from _unless(splits, "pp", parallel.pipeline, what, degrees, say)

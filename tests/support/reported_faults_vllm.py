@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from support.reported_faults import UNEVEN_STAGES, Fault, Report, dense, gpt2
+from support.reported_faults import Fault, Report, dense, gpt2
 
 LLAMA_30B = dense(60, 6656, 52, 52, 17920, 32000)
 LLAMA_7B = dense(32, 4096, 32, 32, 11008, 32000)
 PHI3_MEDIUM = dense(40, 5120, 40, 10, 17920, 32064)
 
-VOCABULARY = "the vocabulary is padded to a multiple of 64, whatever the degree, and the degree has to divide that"
 
 TP = "--tensor-parallel-size"
 VLLM = (
@@ -65,7 +64,6 @@ VLLM = (
         "1x5xa100-sxm-80gb",
         "vllm serve microsoft/Phi-3-medium-4k-instruct --tensor-parallel-size 5 --max-model-len 4096",
         (Fault(f"{TP} 5", "vocabulary of 32,064", "1"),),
-        VOCABULARY,
     ),
     Report(
         "vllm-project/vllm#31474",
@@ -75,7 +73,6 @@ VLLM = (
         "1x6xh100-sxm-80gb",
         "vllm serve zai-org/GLM-4.7-FP8 --tensor-parallel-size 6 --max-model-len 8192",
         (Fault(f"{TP} 6", "8 key-value heads", "2"), Fault(f"{TP} 6", "vocabulary of 151,552", "2")),
-        VOCABULARY,
     ),
     Report(
         "vllm-project/vllm#52435",
@@ -116,7 +113,6 @@ VLLM = (
         "1x1xh100-sxm-80gb",
         "vllm serve DeepSeek-V3 --tensor-parallel-size 1 --pipeline-parallel-size 2 --max-model-len 4096",
         (Fault("--pipeline-parallel-size 2", "1 device", "1"),),
-        UNEVEN_STAGES,
     ),
     Report(
         "vllm-project/vllm#6601",
@@ -131,6 +127,5 @@ VLLM = (
             Fault(f"{TP} 3", "width 11,008", "1"),
             Fault(f"{TP} 3", "vocabulary of 32,000", "1"),
         ),
-        f"{UNEVEN_STAGES}; {VOCABULARY}",
     ),
 )
