@@ -138,10 +138,10 @@ def _unlike(found: list[tuple[frozenset[str], Change]]) -> Iterator[Change]:
 
 def _around(pricer: LaunchPricer, launch: Launch, decisions: int) -> dict[Launch, PricedConfiguration]:
     """Return the legal launches that fit and differ from ``launch`` in some decisions, with their prices."""
-    near = {launch}
+    near = {launch: None}  # a set in the order in which it is filled, so that of equal launches the same one is found
     for _ in range(decisions):
-        near |= {other for each in near for other in _variants(pricer, each)}
-    near.discard(launch)
+        near |= {other: None for each in tuple(near) for other in _variants(pricer, each)}
+    del near[launch]
     result: dict[Launch, PricedConfiguration] = {}
     for other in near:
         if not pricer.is_legal(other) or not pricer.framework.can_write(other):

@@ -151,9 +151,7 @@ def check(
     launch = dataclasses.replace(launch, batch=batch if launch.batch is None and batch else launch.global_batch)
     tokens = seq or launch.seq
     if tokens is None:
-        raise JobError(
-            "the configuration does not say the length of a sequence.", what_to_do="Give --seq.", field="seq"
-        )
+        raise JobError("the configuration does not say the length of a sequence.", what_to_do="Give seq.", field="seq")
     launch = dataclasses.replace(launch, seq=tokens)
     pricer = LaunchPricer(
         framework=made,

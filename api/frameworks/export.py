@@ -12,8 +12,9 @@ from api.frameworks.expressed import Row
 from api.frameworks.launch import Framework, Launch
 from api.frameworks.plan_launch import FIELD_NAMES, launch_of, rows_of
 from api.frameworks.registry import find_framework
+from api.requests.model_configs import find_config
 from api.requests.plan_request import plan_request
-from planner.errors import PlanError, PlannerError
+from planner.errors import ModelError, PlanError, PlannerError
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import Progress
 
@@ -66,8 +67,13 @@ def planners_of(name: str) -> tuple[str, ...]:
     return TORCH_PLANNERS if name == TORCH else find_framework(name).planners
 
 
-def export_plan(plan: ShardingPlan, name: str) -> Exported:
+def export_plan(plan: ShardingPlan, name: str, *, allow_local: bool = True) -> Exported:
     """Return ``plan`` as a configuration of the framework ``name``, or as a torch script ("torch").
+
+    Args:
+        plan: the plan.
+        name: name of the framework.
+        allow_local: whether the plan's model may be a file of this machine.
 
     Raises:
         JobError: there is no such framework. `PlanError`: it has no configuration that is near the plan.
@@ -76,8 +82,17 @@ def export_plan(plan: ShardingPlan, name: str) -> Exported:
         return export(plan, find_framework(name))
     from api.frameworks.torch_script import torch_script
 
-    script = torch_script(plan)
+    script = torch_script(plan, config=_config_of(plan, allow_local=allow_local))
     return Exported(framework=TORCH, title=TORCH, file="train.py", text=script.text, rows=script.rows)
+
+
+def _config_of(plan: ShardingPlan, *, allow_local: bool) -> dict[str, Any] | None:
+    """Return the Hugging Face config of the plan's model; None: it has none, or none is found."""
+    try:
+        config = None if plan.model is None else find_config(plan.model, allow_local=allow_local)
+    except ModelError:
+        return None
+    return None if config is None else dict(config.values)
 
 
 def step_time_of(exported: Exported, plan: ShardingPlan, progress: Progress | None = None) -> float | None:

@@ -53,5 +53,5 @@ def framework_of(name: str | None, text: str) -> Framework:
     what = (
         "no framework's configuration looks like this" if not found else "several frameworks have such configurations"
     )
-    advice = f"Give --from, one of {', '.join(each.name for each in found) or ', '.join(NAMES)}."
+    advice = f"Name the framework: {', '.join(each.name for each in found) or ', '.join(NAMES)}."
     raise JobError(f"{what}.", what_to_do=advice, field="from")

@@ -88,7 +88,7 @@ async def export(
     """Return the plan as a framework's configuration: its file, and what of the plan it expresses or loses."""
 
     def answer() -> dict[str, Any]:
-        return export_plan(_planned(request, caller, job_id)[1], to).to_dict()
+        return export_plan(_planned(request, caller, job_id)[1], to, allow_local=False).to_dict()
 
     return JSONResponse(await run_in_threadpool(answer))
 

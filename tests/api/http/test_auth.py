@@ -80,7 +80,7 @@ def submit(client: TestClient, headers: dict[str, str], **change: Any) -> Any:
 WAYS = [
     *(
         (method, f"/v1/{jobs}{path}", scope)
-        for jobs in ("plans", "comparisons", "explanations")
+        for jobs in ("plans", "comparisons", "explanations", "checks")
         for method, path, scope in (
             ("GET", "", "read"),
             ("GET", "/" + "0" * 32, "read"),
@@ -89,7 +89,10 @@ WAYS = [
             ("DELETE", "/" + "0" * 32, "plan"),
         )
     ),
-    *(("GET", "/v1/plans/" + "0" * 32 + path, "read") for path in ("/view", "/request", "/trace", "/report")),
+    *(
+        ("GET", "/v1/plans/" + "0" * 32 + path, "read")
+        for path in ("/view", "/request", "/trace", "/report", "/export")
+    ),
     ("GET", "/v1/models", "read"),
     ("GET", "/v1/clusters", "read"),
     ("GET", "/metrics", "read"),

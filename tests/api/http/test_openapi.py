@@ -29,7 +29,7 @@ CHECKS = (
 CAN_BE = {"model": "gpt2", "cluster": "1x4xtoy", "mesh": "tp=4"}
 PLAN = {"format_version": 1, "mesh": {"names": ["dp"], "shape": [4], "device": "cuda"}}
 CAN_BE_EXPLAINED = {"plan": {**PLAN, "cluster": {"device": "toy", "devices_per_node": 4}}, "model": "gpt2"}
-ROUTES = 26
+ROUTES = 32
 IN_CI, ALL = 8, 500
 """Cases for each of the routes that take any input."""
 
