@@ -1,6 +1,8 @@
 """Configurations of the frameworks that people launch with: read, checked against a model and a cluster, and written.
 
-a configuration's text   registry.find_framework, Framework.read -> `launch.Reading`
-legal, fits, how fast    check.check
-a plan as a framework's  export.export
+a framework by its name             registry.find_framework
+what a configuration says           launch.Reading
+legal, fits, how fast, what else    check.check
+a plan as a configuration           export.export_plan
+a plan as a torch script            torch_script.torch_script
 """
