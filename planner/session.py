@@ -14,6 +14,7 @@ from cost_model.layouts.layout import MeshSpec
 from planner.errors import BaselineError, MeshError, PlannerError, SolverError
 from planner.merged_axes import with_merged_axes
 from planner.plan.estimate import BaselinePrice, SolverReport
+from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import PRICING_BASELINES
 from planner.run import baselines, gc_pause
@@ -81,7 +82,8 @@ class PlanningSession(TracedJob):
         if len(names) > 1:
             found = self._simplest_of(names, mesh, memory_bytes, tolerance)
             # Where none fits, the last, which splits the most, says what is missing.
-            return found or self.plan(planner=names[-1], mesh=mesh, memory_bytes=memory_bytes)
+            last = [name for name in names if name != baselines.KEEP_GATHERED][-1]
+            return found or self.plan(planner=last, mesh=mesh, memory_bytes=memory_bytes)
         plan = self._plan_or_least_memory(planner, mesh, memory_bytes, tolerance=tolerance)
         if isinstance(plan, ShardingPlan):
             return plan
@@ -136,12 +138,19 @@ class PlanningSession(TracedJob):
     ) -> ShardingPlan | None:
         """Return the plan of the first of some baselines that is within ``tolerance`` of the fastest; None: none fits.
 
-        All their FSDP groups reshard after the forward, and all blocks are checkpointed alike, as frameworks have it.
-        Baselines that the cluster or the batch has no mesh for are left out.
+        All their FSDP groups reshard after the forward (or, with "keep-gathered" among ``names``, all after the
+        backward), and all blocks are checkpointed alike, as frameworks have it. Baselines that the cluster or the batch
+        has no mesh for are left out.
         """
-        session = self._resharding_after_forward()
-        plans: list[ShardingPlan] = []
+        times = [ReshardAfter.FORWARD, *([ReshardAfter.BACKWARD] if baselines.KEEP_GATHERED in names else [])]
+        sessions = [self._resharding(after) for after in times]
+        searches: list[tuple[str, PlanningSession]] = []
         for name in names:
+            if name in baselines.LAUNCHED:
+                # Replicas have no groups: one search of them is enough.
+                searches += [(name, session) for session in (sessions[:1] if name in ("ddp", "tp") else sessions)]
+        plans: list[ShardingPlan] = []
+        for name, session in searches:
             try:
                 found = session._plan_or_least_memory(name, mesh, memory_bytes, excluded=excluded, mixes=False)
             except (MeshError, BaselineError):

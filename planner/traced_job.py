@@ -27,6 +27,7 @@ from planner.model_rewrites.fuse_projections import styles_with_fused
 from planner.plan.checks import check_mesh
 from planner.plan.job import Checkpointing, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
+from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.progress import TRACING, Progress
@@ -181,11 +182,11 @@ class TracedJob:
         )
         return RunPlanner(analysis, self.job, self.cluster, self._batch, self._clock)
 
-    def _resharding_after_forward(self) -> Self:
-        """Return this job with plans all of whose FSDP groups reshard after the forward."""
+    def _resharding(self, after: ReshardAfter) -> Self:
+        """Return this job with plans all of whose FSDP groups reshard at the same time."""
         job = copy.copy(self)
         job._planner = copy.copy(self._planner)
-        job._planner.reshards_after_forward = True
+        job._planner.reshard_after = after
         job._context = WorkerContext(job._planner)
         job._pool = Pool(job._context, 1)
         return job

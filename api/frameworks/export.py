@@ -17,12 +17,13 @@ from api.requests.plan_request import plan_request
 from planner.errors import ModelError, PlanError, PlannerError
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import Progress
+from planner.run.baselines import KEEP_GATHERED
 
 TORCH = "torch"
 """Name of the export that is a script of torch alone."""
 
-TORCH_PLANNERS = ("ddp", "fsdp", "hsdp", "fsdp-tp")
-"""Baselines that such a script says in full."""
+TORCH_PLANNERS = ("ddp", "fsdp", "hsdp", "fsdp-tp", KEEP_GATHERED)
+"""Baselines that such a script says in full, and that FSDP groups may stay gathered until backward."""
 
 _MOST_SIMPLIFICATIONS = 3
 """Most simplifications at once by which a configuration may differ from a plan."""
@@ -59,12 +60,17 @@ class Exported:
 
 
 def planners_of(name: str) -> tuple[str, ...]:
-    """Return the baselines whose plans a framework, or a torch script, says in full.
+    """Return the baselines whose plans a framework, or a torch script, says in full; "keep-gathered": see `build_plan`.
 
     Raises:
         JobError: there is no such framework.
     """
-    return TORCH_PLANNERS if name == TORCH else find_framework(name).planners
+    if name == TORCH:
+        return TORCH_PLANNERS
+    framework = find_framework(name)
+    kept = Launch(shard=8, zero=3, micro_batch=1, batch=8, seq=8, reshard_after_forward=False)
+    keeps = framework.can_say(kept, "reshard_after_forward") and framework.can_write(kept)
+    return (*framework.planners, *((KEEP_GATHERED,) if keeps else ()))
 
 
 def export_plan(plan: ShardingPlan, name: str, *, allow_local: bool = True) -> Exported:
@@ -126,8 +132,8 @@ def export(plan: ShardingPlan, framework: Framework) -> Exported:
         other = next((each for each in _nearby(launch) if framework.can_write(each, model)), None)
         if other is None:
             raise PlanError(
-                f"{framework.title} has no configuration that is near this plan.",
-                what_to_do=f"Plan within what it can say: shardplan plan ... --for {framework.name}.",
+                f"{framework.title} has no configuration that is near this plan. {framework.refusal(launch)}".rstrip(),
+                what_to_do=f"Export it for another framework, or plan within what {framework.title} can say.",
             )
         rows += tuple(_changed_rows(launch, other))
         launch = other

@@ -183,11 +183,15 @@ class Framework:
 
     def can_write(self, launch: Launch, model: str = "model") -> bool:
         """Return whether a configuration can say all of ``launch``."""
+        return not self.refusal(launch, model)
+
+    def refusal(self, launch: Launch, model: str = "model") -> str:
+        """Return why no configuration can say all of ``launch``; "" where one can."""
         try:
             self.write(launch, model)
-        except JobError:
-            return False
-        return True
+        except JobError as error:
+            return error.detail
+        return ""
 
     def changes(self, before: Launch, after: Launch) -> tuple[str, ...]:
         """Return what the framework says of ``after`` and not of ``before``, with what follows from a change.

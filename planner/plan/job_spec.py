@@ -31,13 +31,13 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 
 PLANNERS = ("ilp", "ddp", "fsdp", "hsdp", "fsdp-tp", "tp", "data-parallel", "fully-sharded", "tensor-parallel")
 """Names of the planners; ``random:SEED`` is one more, and the first five baselines may be joined by "+"."""
+_PLANNER = "|".join((*PLANNERS, rf"(\+?({'|'.join(PLANNERS[1:6])}|keep-gathered)\b){{2,}}", r"random:\d{1,18}"))
 
 JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques"
 """Headings of the command line's help. Options without a heading come first."""
 
 _BOUNDS = {"gt": "above", "ge": "at least", "le": "at most"}
 """Name of a bound, in pydantic and as a function of `operator` -> the bound in words."""
-
 _COUNT = {"strict": True, "ge": 1, "le": 2**31}
 
 
@@ -183,7 +183,7 @@ class JobSpec(TechniqueFlags):
             "ilp, a baseline (ddp, fsdp, hsdp, fsdp-tp, tp, the best of ddp+fsdp; data-parallel, fully-sharded, "
             "tensor-parallel on any mesh), or random:SEED.",
             heading=MESH,
-            limits={"pattern": rf"^({'|'.join(PLANNERS)}|(\+?({'|'.join(PLANNERS[1:6])})\b){{2,}}|random:\d{{1,18}})$"},
+            limits={"pattern": f"^({_PLANNER})$"},
         ),
     )
     pins: tuple[str, ...] = field(

@@ -68,9 +68,9 @@ class FsdpGroupPricer:
         ``BACKWARD`` is not possible in a pipeline: a stage runs several backwards in a row, without a forward before
         each of them that all-gathers the parameters. ``STEP`` needs several micro-batches.
         """
+        if self._run.reshard_after is not None:
+            return (self._run.reshard_after,)
         options = [ReshardAfter.FORWARD]
-        if self._run.reshards_after_forward:
-            return tuple(options)
         if self._run.place is None:
             options.append(ReshardAfter.BACKWARD)
         if self._run.micro_batches > 1:

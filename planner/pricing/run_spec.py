@@ -8,6 +8,7 @@ from cost_model import AxisGroup, ClusterSpec, axis_group
 from cost_model.configuration.pipeline_schedules import held_micro_batches, idle_passes
 from cost_model.layouts.layout import MeshSpec
 from planner.plan.job import Job
+from planner.plan.reshard import ReshardAfter
 from planner.regions.block_grouping import UNIFORM_BLOCKS, Grouping
 
 PIPELINE_AXIS = "pp"
@@ -52,7 +53,7 @@ class Run:
         place: place of the pipeline stage; None: the run is the whole model.
         batch_axes: indices of mesh axes that split only the batch: compute layouts of parameters are replicated on
             these axes.
-        reshards_after_forward: whether all FSDP groups reshard after the forward; else each as is best.
+        reshard_after: when all FSDP groups reshard; None: each as is best.
     """
 
     job: Job
@@ -63,7 +64,7 @@ class Run:
     grouping: Grouping = UNIFORM_BLOCKS
     place: StagePlace | None = None
     batch_axes: tuple[int, ...] = ()
-    reshards_after_forward: bool = False
+    reshard_after: ReshardAfter | None = None
 
     @property
     def flash_attention(self) -> bool:

@@ -27,6 +27,9 @@ R = Replicate()
 LAUNCHED = ("ddp", "fsdp", "hsdp", "fsdp-tp", "tp")
 """Baselines as people launch them, each on meshes of its own (`planner.search.baseline_search`)."""
 
+KEEP_GATHERED = "keep-gathered"
+"""Beside baselines that are joined: FSDP groups may all stay gathered until backward too."""
+
 NAMES = (*LAUNCHED, "data-parallel", "fully-sharded", "tensor-parallel")
 
 _COLWISE = (
@@ -221,6 +224,8 @@ def _block_placements(
             elif len(value.shape) == 2:
                 splits = tuple(Shard(dim) for dim in (0, 1) if _splits(value, Shard(dim), size))
                 placements[name] = splits or (R,)
+            elif len(value.shape) > 2 and block_of(name) is None:
+                placements[name] = (R,)  # a convolution
     return placements
 
 
@@ -326,8 +331,12 @@ def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Pla
 
 
 def names_in(planner: str) -> tuple[str, ...]:
-    """Return the planners in ``planner``: several baselines may be joined by "+"."""
+    """Return the planners in ``planner``: several baselines may be joined by "+", with `KEEP_GATHERED` among them."""
     return tuple(planner.split("+"))
+
+
+def _are_launched(names: tuple[str, ...]) -> bool:
+    return names[0] in LAUNCHED and set(names) <= {*LAUNCHED, KEEP_GATHERED}
 
 
 def parse_planner(name: str) -> tuple[str, int | None]:
@@ -339,7 +348,7 @@ def parse_planner(name: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"random:(\d+)", name)
     if match:
         return "random", int(match[1])
-    if name == "ilp" or name in NAMES or set(names_in(name)) <= set(LAUNCHED):
+    if name == "ilp" or name in NAMES or _are_launched(names_in(name)):
         return name, None
     raise BaselineError(
         f"there is no planner {name!r}.", what_to_do=f"Choose one of ilp, {', '.join(NAMES)}, random:SEED."

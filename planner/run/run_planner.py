@@ -24,6 +24,7 @@ from planner.ilp.step_cost import peak_bytes, step_time_s
 from planner.liveness.structure import Structure
 from planner.plan.estimate import Perturbation
 from planner.plan.job import Job
+from planner.plan.reshard import ReshardAfter
 from planner.pricing.activation_costs import ActivationPricer
 from planner.pricing.op_times import OpTimes
 from planner.pricing.redistribution_costs import RedistributionPricer
@@ -60,10 +61,10 @@ class RunPlanner:
 
     Attributes:
         batch: samples in the global batch.
-        reshards_after_forward: whether all FSDP groups reshard after the forward; else each as is best.
+        reshard_after: when all FSDP groups reshard; None: each as is best.
     """
 
-    reshards_after_forward = False
+    reshard_after: ReshardAfter | None = None
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class RunPlanner:
             ac=ac,
             grouping=self.model.grouping(ac, leading_blocks),
             batch_axes=self.batch_axes(mesh),
-            reshards_after_forward=self.reshards_after_forward,
+            reshard_after=self.reshard_after,
         )
 
     def batch_axes(self, mesh: MeshSpec) -> tuple[int, ...]:

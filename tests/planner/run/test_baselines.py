@@ -103,8 +103,20 @@ def test_names() -> None:
     assert parse_planner("ilp") == ("ilp", None)
     assert [parse_planner(name) for name in NAMES] == [(name, None) for name in NAMES]
     assert parse_planner("random:17") == ("random", 17)
-    assert parse_planner("ddp+fsdp") == ("ddp+fsdp", None)
-    for name in ("", "random", "random:", "random:-1", "ILP", "zero", "ddp+", "ddp+ilp", "ddp+data-parallel"):
+    for joined in ("ddp+fsdp", "fsdp+hsdp+keep-gathered"):
+        assert parse_planner(joined) == (joined, None)
+    for name in (
+        "",
+        "random",
+        "random:",
+        "random:-1",
+        "ILP",
+        "zero",
+        "ddp+",
+        "ddp+ilp",
+        "ddp+data-parallel",
+        "keep-gathered",
+    ):
         with pytest.raises(BaselineError, match="there is no planner"):
             parse_planner(name)
 

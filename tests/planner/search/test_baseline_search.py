@@ -214,6 +214,16 @@ def test_the_best_of_several_baselines() -> None:
     assert simplest.solver.name == next(name for name in names if each[name] <= 1.5 * min(each.values()) * (1 + GAP))
 
 
+def test_the_groups_of_several_reshard_at_one_time() -> None:
+    session = session_of("llama", "2x4xtoy")
+    plans = {names: session.plan(planner=names) for names in ("fsdp+hsdp", "fsdp+hsdp+keep-gathered")}
+    kept = {names: set(plan.keep_gathered) for names, plan in plans.items()}
+    assert kept["fsdp+hsdp"] == set()
+    assert kept["fsdp+hsdp+keep-gathered"] in (set(), set(plans["fsdp+hsdp+keep-gathered"].fully_shard))
+    assert all(not plan.keep_gathered_for_step for plan in plans.values())
+    assert step_time_s(plans["fsdp+hsdp+keep-gathered"]) <= step_time_s(plans["fsdp+hsdp"])
+
+
 def test_the_best_of_several_leaves_out_what_the_cluster_has_no_mesh_for() -> None:
     session = session_of("llama", "1x4xtoy")
     plan = session.plan(planner="hsdp+fsdp")  # one node has no hsdp
