@@ -170,7 +170,8 @@ def implementation(launch: Launch, arch: str) -> Implementation:
     """Return how accelerate runs a model of transformers, as far as the price depends on it.
 
     FSDP2 with mixed precision holds parameters and states in float32, and gathers and reduces in 16 bits
-    (``fsdp2_prepare_model`` in utils/fsdp_utils.py, ``set_mixed_precision`` in utils/dataclasses.py). Gradients are
+    (``fsdp2_prepare_model`` in utils/fsdp_utils.py, ``set_mixed_precision`` in utils/dataclasses.py). The embedding is
+    an FSDP group of its own, as are the final norm and the head together (``fsdp2_prepare_model``). Gradients are
     reduced with the last micro-batch (``no_sync`` in accelerator.py). Logits are all-gathered over tensor parallelism
     and upcast to float32 in transformers' loss. ZeRO stages 1 and 2 are DeepSpeed's.
     """
@@ -183,6 +184,7 @@ def implementation(launch: Launch, arch: str) -> Implementation:
             FSDP2.data_parallel,
             reduce_nbytes=2 if is_reduced_in_16_bits else 4,
             reshard_after_forward=launch.reshard_after_forward,
+            root_holds_ends=False,
             defers_reduction=launch.zero == 3,
         ),
         loss=replace(FSDP2.loss, vocabulary_parallel=False),
