@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
@@ -17,6 +18,8 @@ from planner.plan.techniques import TECHNIQUES
 
 _FIELD_OF_ROLE = {"dp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}
 _MOST_NAMES = 3
+_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})(\.|$)")
+"""A part of an FQN pattern that is the number of a block."""
 
 FIELD_NAMES = {
     "replicate": "replicas of the model",
@@ -74,7 +77,7 @@ def launch_of(plan: ShardingPlan) -> Launch:
         checkpointing=_checkpointing(plan),
         dtype=_dtype(plan),
         optimizer=plan.job.optimizer,
-        reshard_after_forward=not (plan.fully_shard and len(plan.keep_gathered) == len(plan.fully_shard)),
+        reshard_after_forward=not _keeps_blocks_gathered(plan),
     )
 
 
@@ -84,6 +87,16 @@ def rows_of(plan: ShardingPlan, framework: Framework, launch: Launch) -> tuple[R
     rows = [*_field_rows(framework, launch), *_axis_rows(uses), *_checkpointing_rows(plan)]
     rows += [*_group_rows(plan), *_technique_rows(plan), *_other_rows(plan)]
     return tuple(rows)
+
+
+def _keeps_blocks_gathered(plan: ShardingPlan) -> bool:
+    """Return whether the FSDP groups of all blocks stay gathered until backward; of a model without blocks, all groups.
+
+    A group that stays gathered for the whole step does so too.
+    """
+    groups = [key for key in plan.fully_shard if _BLOCK.search(key)] or list(plan.fully_shard)
+    kept = {*plan.keep_gathered, *plan.keep_gathered_for_step}
+    return bool(groups) and kept.issuperset(groups)
 
 
 def _dtype(plan: ShardingPlan) -> TrainingDtype:
@@ -144,12 +157,13 @@ def _checkpointing_rows(plan: ShardingPlan) -> Iterator[Row]:
 
 
 def _group_rows(plan: ShardingPlan) -> Iterator[Row]:
-    kept = len(plan.keep_gathered)
-    if kept and kept < len(plan.fully_shard):
+    kept, keeps = len(plan.keep_gathered), _keeps_blocks_gathered(plan)
+    if kept and not keeps:
         detail = f"{kept} of {len(plan.fully_shard)} groups stay gathered until backward; now all are freed"
         yield Row(field="FSDP groups", outcome="approximated", detail=detail)
     if plan.keep_gathered_for_step:
-        detail = f"{_names(plan.keep_gathered_for_step)} stay gathered for the whole step; now they are freed"
+        then = "now until backward" if keeps else "now they are freed"
+        detail = f"{_names(plan.keep_gathered_for_step)} stay gathered for the whole step; {then}"
         yield Row(field="FSDP groups", outcome="approximated", detail=detail)
 
 

@@ -123,13 +123,12 @@ def without_loss(plan: ShardingPlan) -> Counts:
     return counts - Counter(loss)
 
 
-def freed_layers(micro_batches: int) -> Calls:
-    """With micro-batches, the plan gathers layers once a step; its exports gather them in each forward and backward.
+def layers_again(micro_batches: int) -> Calls:
+    """With micro-batches, the plan gathers layers once a step; its exports gather them in each forward.
 
     A row of the export says so. Neither configuration has a key for ``set_reshard_after_backward(False)``.
     """
-    again = 2 * micro_batches - 1
-    return Counter({("fsdp", "all_gather", LAYER): again * CONFIG["num_hidden_layers"]})
+    return Counter({("fsdp", "all_gather", LAYER): (micro_batches - 1) * CONFIG["num_hidden_layers"]})
 
 
 def joined_tail(micro_batches: int) -> Calls:
@@ -187,7 +186,7 @@ def scattered_again(micro_batches: int) -> Calls:
 
     ``_defer_fsdp_gradient_reduction``, trainer.py, line 2618.
     """
-    groups = {LAYER: CONFIG["num_hidden_layers"], EMBEDDING: 1, NORM + HEAD: 1}
+    groups = Counter([LAYER] * CONFIG["num_hidden_layers"] + [EMBEDDING, NORM, HEAD])  # embedding and head are as large
     return Counter(
         {("fsdp", "reduce_scatter", nbytes): count * (micro_batches - 1) for nbytes, count in groups.items()}
     )
@@ -198,17 +197,17 @@ WITH_ACCELERATE: dict[str, tuple[Calls, ...]] = {
     "fsdp": (joined_tail(1), embedding_again(1)),
     # `fsdp_reshard_after_forward: false` keeps the embedding too.
     "layers kept": (joined_tail(1),),
-    "full checkpointing": (freed_layers(2), joined_tail(2), embedding_again(2)),
-    "hsdp": (freed_layers(2), joined_tail(2), embedding_again(2)),
+    "full checkpointing": (layers_again(2), joined_tail(2)),
+    "hsdp": (layers_again(2), joined_tail(2)),
 }
 OF_TRAINER = (token_counts("fsdp"), GRADIENT_NORM)
 WITH_TRANSFORMERS: dict[str, tuple[Calls, ...]] = {
     "ddp": (token_counts("dp"),),
     "fsdp": (joined_tail(1), embedding_again(1), *OF_TRAINER),
     "layers kept": (kept_tail(1), embedding_again(1), *OF_TRAINER),
-    "full checkpointing": (freed_layers(2), joined_tail(2), embedding_again(2), *OF_TRAINER),
+    "full checkpointing": (layers_again(2), kept_tail(2), embedding_again(2), *OF_TRAINER),
     "hsdp": (
-        *(freed_layers(2), joined_tail(2), embedding_again(2), scattered_again(2)),
+        *(layers_again(2), kept_tail(2), embedding_again(2), scattered_again(2)),
         *(token_counts("dp"), GRADIENT_NORM),
     ),
     GROUPS_OF_PLANS: OF_TRAINER,
@@ -236,7 +235,7 @@ def test_transformers_trains_as_planned(
 
 @pytest.mark.parametrize("framework", ["accelerate", "transformers"])
 @pytest.mark.parametrize("case", CASES)
-def test_an_export_says_where_layers_are_freed(case: str, framework: str, plans: dict[str, ShardingPlan]) -> None:
+def test_an_export_says_where_layers_come_again(case: str, framework: str, plans: dict[str, ShardingPlan]) -> None:
     plan = plans[case]
     is_sharded_in_parts = plan.micro_batches > 1 and case != "ddp"
     assert plan.keep_gathered_for_step == ((LAYERS,) if is_sharded_in_parts else ())
