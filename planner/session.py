@@ -81,9 +81,10 @@ class PlanningSession(TracedJob):
         names = baselines.names_in(planner)
         if len(names) > 1:
             found = self._simplest_of(names, mesh, memory_bytes, tolerance)
-            # Where none fits, the last, which splits the most, says what is missing.
-            last = [name for name in names if name != baselines.KEEP_GATHERED][-1]
-            return found or self.plan(planner=last, mesh=mesh, memory_bytes=memory_bytes)
+            if found is not None:
+                return found
+            # None fits: the last that has a mesh, which splits the most, says what is missing.
+            planner = next((name for name in reversed(names) if self._has_mesh(name, mesh)), names[0])
         plan = self._plan_or_least_memory(planner, mesh, memory_bytes, tolerance=tolerance)
         if isinstance(plan, ShardingPlan):
             return plan
@@ -127,6 +128,13 @@ class PlanningSession(TracedJob):
             keep_names=keep_names,
         )
         return plan if isinstance(plan, ShardingPlan) else None
+
+    def _has_mesh(self, name: str, mesh: str | MeshSpec | None) -> bool:
+        """Return whether ``name``, one of several that are joined, is a baseline with a mesh on the cluster."""
+        try:
+            return name in baselines.LAUNCHED and bool(self._meshes(mesh, name))
+        except MeshError:
+            return False
 
     def _simplest_of(
         self,

@@ -11,6 +11,7 @@ from api.requests.price_configuration import PricedConfiguration
 from api.requests.schemas import PlanRequest
 from planner.plan.estimate import Estimate
 from planner.plan.sharding_plan import ShardingPlan
+from planner.run.baselines import KEEP_GATHERED
 
 LARGE_DIFFERENCE = 0.1
 """Relative difference between the two prices of a launch from which its cause is said."""
@@ -47,13 +48,18 @@ def request_of(
         seq=seq,
         mesh=mesh,
         phase=launch.phase,
-        planner=planner,
+        planner=_joined(planner, launch) if launch.zero == 3 else planner,
         micro_batches=launch.global_batch // (launch.data * launch.micro_batch) if training else None,
         ac=launch.checkpointing if training else None,
         dtype=launch.dtype,
         optimizer=launch.optimizer,
         memory_gb=memory_gb,
     )
+
+
+def _joined(baseline: str, launch: Launch) -> str:
+    """Return the planner of a baseline all of whose FSDP groups reshard at one time, as those of the launch do."""
+    return f"{baseline}+{baseline if launch.reshard_after_forward else KEEP_GATHERED}"
 
 
 def baseline_of(launch: Launch) -> tuple[str, str]:

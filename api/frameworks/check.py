@@ -41,6 +41,7 @@ class Check:
         best: the fastest configuration of the framework; None: it is the one that was checked.
         plan: the plan with the same layouts; None: not planned.
         no_plan: why there is none.
+        plan_fits: whether the layouts fit, planned op by op; None: not planned.
         difference: why the prices by degrees and of the plan differ by 10 % or more; "": they do not.
         best_plan: the best plan of the same job; None: not planned.
     """
@@ -59,6 +60,7 @@ class Check:
     best: Change | None = None
     plan: ShardingPlan | None = None
     no_plan: str = ""
+    plan_fits: bool | None = None
     difference: str = ""
     best_plan: ShardingPlan | None = None
 
@@ -67,7 +69,7 @@ class Check:
         """Whether a step fits the memory of a device; None: not known, as it is illegal or was not priced."""
         if self.priced is not None:
             return self.priced.fits
-        return self.plan is not None if self.plan is not None or self.no_plan else None
+        return True if self.plan is not None else self.plan_fits
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data, in seconds and bytes."""
@@ -149,7 +151,7 @@ def check(
     reading = made.read(text, where.size)
     launch = reading.launch
     launch = dataclasses.replace(launch, batch=batch if launch.batch is None and batch else launch.global_batch)
-    tokens = seq or launch.seq
+    tokens = launch.seq or seq
     if tokens is None:
         raise JobError("the configuration does not say the length of a sequence.", what_to_do="Give seq.", field="seq")
     launch = dataclasses.replace(launch, seq=tokens)
@@ -226,11 +228,11 @@ def _planned(
     else:
         try:
             same = plan(request)
-            result = dataclasses.replace(result, plan=same)
+            result = dataclasses.replace(result, plan=same, plan_fits=True)
             if result.priced is not None:
                 result = dataclasses.replace(result, difference=difference(same, result.priced))
         except InfeasibleError as error:
-            result = dataclasses.replace(result, no_plan=error.detail)
+            result = dataclasses.replace(result, no_plan=error.detail, plan_fits=False)
     best = PlanRequest(
         model=model,
         cluster=cluster,

@@ -67,7 +67,7 @@ def planners_of(name: str) -> tuple[str, ...]:
     """
     if name == TORCH:
         return TORCH_PLANNERS
-    framework = find_framework(name)
+    framework = find_framework(name, others=(TORCH,))
     kept = Launch(shard=8, zero=3, micro_batch=1, batch=8, seq=8, reshard_after_forward=False)
     keeps = framework.can_say(kept, "reshard_after_forward") and framework.can_write(kept)
     return (*framework.planners, *((KEEP_GATHERED,) if keeps else ()))
@@ -85,7 +85,7 @@ def export_plan(plan: ShardingPlan, name: str, *, allow_local: bool = True) -> E
         JobError: there is no such framework. `PlanError`: it has no configuration that is near the plan.
     """
     if name != TORCH:
-        return export(plan, find_framework(name))
+        return export(plan, find_framework(name, others=(TORCH,)))
     from api.frameworks.torch_script import torch_script
 
     script = torch_script(plan, config=_config_of(plan, allow_local=allow_local))
@@ -142,15 +142,22 @@ def export(plan: ShardingPlan, framework: Framework) -> Exported:
         title=framework.title,
         file=framework.file,
         text=framework.write(launch, model),
-        rows=_worst_of_each(rows),
+        rows=_worst_of_each((*rows, *_checkpointing_rows(plan, launch))),
         launch=launch,
     )
+
+
+def _checkpointing_rows(plan: ShardingPlan, launch: Launch) -> Iterator[Row]:
+    said = plan.job.ac or "none"
+    if said != launch.checkpointing:
+        detail = f"{said} becomes {launch.checkpointing} for all blocks"
+        yield Row(field=FIELD_NAMES["checkpointing"], outcome="approximated", detail=detail)
 
 
 def _changed_rows(wanted: Launch, launch: Launch) -> Iterator[Row]:
     for name, title in FIELD_NAMES.items():
         before, after = getattr(wanted, name), getattr(launch, name)
-        if before != after:
+        if before != after and name != "checkpointing":
             yield Row(field=title, outcome="approximated", detail=f"{before} becomes {after}")
 
 

@@ -84,7 +84,7 @@ def launch_of(plan: ShardingPlan) -> Launch:
 def rows_of(plan: ShardingPlan, framework: Framework, launch: Launch) -> tuple[Row, ...]:
     """Return what of ``plan`` the framework's configuration says, in full, nearly or not at all."""
     uses = axis_uses(plan)
-    rows = [*_field_rows(framework, launch), *_axis_rows(uses), *_checkpointing_rows(plan)]
+    rows = [*_field_rows(framework, launch), *_axis_rows(uses)]
     rows += [*_group_rows(plan), *_technique_rows(plan), *_other_rows(plan)]
     return tuple(rows)
 
@@ -120,7 +120,7 @@ def _field_rows(framework: Framework, launch: Launch) -> Iterator[Row]:
         if framework.can_say(launch, name):
             texts = ", ".join(framework.says[name](launch))
             yield Row(field=title, outcome="expressed", detail=texts or f"{value}, which follows from the devices")
-        else:
+        elif name != "checkpointing":  # another mode stands for it, which `export` says
             yield Row(field=title, outcome="lost", detail=f"{value} cannot be said in {framework.title}")
 
 
@@ -142,18 +142,6 @@ def _axis_rows(uses: Sequence[AxisUse]) -> Iterator[Row]:
     if len(shards) > 1:
         names = " and ".join(use.axis for use in shards)
         yield Row(field="FSDP", outcome="approximated", detail=f"{names} become one axis of all their ranks")
-
-
-def _checkpointing_rows(plan: ShardingPlan) -> Iterator[Row]:
-    if plan.job.ac is None:
-        return
-    parsed = Checkpointing.parse(plan.job.ac)
-    if parsed.first is not None:
-        yield Row(
-            field="activation checkpointing",
-            outcome="approximated",
-            detail=f"{plan.job.ac} becomes {_checkpointing(plan)} for all blocks",
-        )
 
 
 def _group_rows(plan: ShardingPlan) -> Iterator[Row]:

@@ -24,18 +24,24 @@ NAMES = tuple(_PLACES)
 """Names of the frameworks."""
 
 
-def find_framework(name: str) -> Framework:
+def find_framework(name: str, *, others: tuple[str, ...] = ()) -> Framework:
     """Return the framework of this name.
+
+    Args:
+        name: the name.
+        others: names that are no framework's and may be given too, for the error's advice.
 
     Raises:
         JobError: there is none.
     """
     if name not in _PLACES:
-        near = close_matches(name, NAMES)
+        near = close_matches(name, (*others, *NAMES))
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        raise JobError(f"there is no framework {name!r}.", what_to_do=f"{hint}Choose one of {', '.join(NAMES)}.")
+        raise JobError(
+            f"there is no framework {name!r}.", what_to_do=f"{hint}Choose one of {', '.join((*others, *NAMES))}."
+        )
     module, _, constant = _PLACES[name].partition(":")
-    framework: Framework = getattr(import_module(f"api.frameworks.{module}"), constant)
+    framework: Framework = getattr(import_module(f"api.frameworks.configurations.{module}"), constant)
     return framework
 
 

@@ -45,7 +45,7 @@ def _faults(check: Check) -> list[str]:
 def _answers(check: Check) -> list[str]:
     lines = labelled("legal", "yes")
     if check.priced is None:
-        unknown = "not known: serving is priced as a plan, without --quick"
+        unknown = f"not known: {check.no_plan or 'serving is priced as a plan, without --quick'}"
         fits = unknown if check.fits is None else "yes" if check.fits else f"no: {check.no_plan}"
         return lines + labelled("fits", fits)
     missing = check.priced.memory.device - check.cluster.memory_bytes

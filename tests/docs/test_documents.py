@@ -26,6 +26,7 @@ PAGES = (
     "README.md",
     "docs/get-started.md",
     *sorted(f"docs/tutorials/{p.name}" for p in (ROOT / "docs/tutorials").iterdir()),
+    *sorted(f"docs/frameworks/{p.name}" for p in (ROOT / "docs/frameworks").iterdir()),
 )
 # tests/executor runs loops like those of these pages in every suite.
 SLOW_PAGES = (

@@ -162,7 +162,7 @@ RECIPES = [
         ("transformers_ds_config_zero2.json", "gpt2", "1x8xa100-sxm-80gb", 1024),
         ("transformers_ds_config_zero3.json", "llama-3.1-8b", "1x8xh100-sxm-80gb", 4096),
     ),
-    *_of("transformers", ("trl_glm_4_5_air.json", GLM_4_5_AIR, "8x8xh100-sxm-80gb", 4096)),
+    *_of("transformers", ("trl_glm_4_5_air.json", GLM_4_5_AIR, "8x8xh100-sxm-80gb")),
     *_of(
         "vllm",
         ("vllm_deepseek_r1_dp8.sh", "deepseek-v3", "1x8xh200-sxm-141gb", 8192),

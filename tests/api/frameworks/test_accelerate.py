@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launches import DEGREES, SCRIPT, check_round_trip, launches, recipe
 
-from api.frameworks.accelerate import ACCELERATE
+from api.frameworks.configurations.accelerate import ACCELERATE
 from api.frameworks.launch import Launch
 from planner.errors import JobError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.frameworks.bridge import MEGATRON_BRIDGE
+from api.frameworks.configurations.bridge import MEGATRON_BRIDGE
 from api.frameworks.launch import Launch
 from planner.errors import JobError
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launches import DEGREES, SCRIPT, check_round_trip, launches, recipe
 
-from api.frameworks.deepspeed import DEEPSPEED
+from api.frameworks.configurations.deepspeed import DEEPSPEED
 from api.frameworks.launch import Launch, Reading
 from planner.errors import JobError
 

@@ -38,7 +38,7 @@ def test_a_plan_made_for_a_framework_loses_nothing(name: str, cluster: str) -> N
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_so_does_the_plan_of_each_baseline_that_it_says(name: str) -> None:
-    for planner in planners_of(name):
+    for planner in find_framework(name).planners:
         launch = launch_of(plan_for(planner, "2x4xtoy"))
         assert find_framework(name).can_write(launch), (planner, launch)
 

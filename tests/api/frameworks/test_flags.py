@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.frameworks.flags import read_flags, read_variables
+from api.frameworks.configurations.flags import read_flags, read_variables
 
 
 @pytest.mark.parametrize(

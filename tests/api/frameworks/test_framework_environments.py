@@ -8,11 +8,11 @@ import shlex
 import pytest
 from support.framework_environments import run_in
 
-from api.frameworks.bridge import MEGATRON_BRIDGE
-from api.frameworks.deepspeed import DEEPSPEED
+from api.frameworks.configurations.bridge import MEGATRON_BRIDGE
+from api.frameworks.configurations.deepspeed import DEEPSPEED
+from api.frameworks.configurations.torchtitan import TORCHTITAN
+from api.frameworks.configurations.vllm import VLLM
 from api.frameworks.launch import Launch
-from api.frameworks.torchtitan import TORCHTITAN
-from api.frameworks.vllm import VLLM
 
 pytestmark = pytest.mark.slow
 

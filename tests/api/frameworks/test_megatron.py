@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.frameworks.configurations.megatron import MEGATRON_LM
 from api.frameworks.launch import Launch
-from api.frameworks.megatron import MEGATRON_LM
 from planner.errors import JobError
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.frameworks.accelerate import ACCELERATE
-from api.frameworks.deepspeed import DEEPSPEED
-from api.frameworks.documents import known_keys
+from api.frameworks.configurations.accelerate import ACCELERATE
+from api.frameworks.configurations.deepspeed import DEEPSPEED
+from api.frameworks.configurations.documents import known_keys
+from api.frameworks.configurations.transformers import TRANSFORMERS
+from api.frameworks.configurations.vllm import VLLM
 from api.frameworks.launch import Framework, Launch, Reading
-from api.frameworks.transformers import TRANSFORMERS
-from api.frameworks.vllm import VLLM
 from cost_model.configuration.implementation import Implementation
 
 SCALARS = st.one_of(

@@ -13,9 +13,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from api.frameworks.accelerate import ACCELERATE
+from api.frameworks.configurations.accelerate import ACCELERATE
+from api.frameworks.configurations.transformers import TRANSFORMERS
 from api.frameworks.launch import Launch
-from api.frameworks.transformers import TRANSFORMERS
 from planner.errors import JobError
 
 WITH_ACCELERATE = [

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launches import DEGREES, SCRIPT, check_round_trip, launches, recipe
 
+from api.frameworks.configurations.transformers import TRANSFORMERS
 from api.frameworks.launch import Launch, Reading
-from api.frameworks.transformers import TRANSFORMERS
 from planner.errors import JobError
 
 STYLES = st.dictionaries(st.sampled_from(("layers.*.mlp", "lm_head")), st.sampled_from(("colwise", "rowwise")))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.launches import DEGREES, check_round_trip, recipe
 
+from api.frameworks.configurations.vllm import VLLM
 from api.frameworks.launch import Launch
-from api.frameworks.vllm import VLLM
 from planner.errors import JobError
 
 

@@ -234,5 +234,5 @@ def test_the_best_of_several_leaves_out_what_the_cluster_has_no_mesh_for() -> No
 def test_where_none_of_several_fits_the_last_says_what_is_missing() -> None:
     session = session_of("llama", "1x4xtoy")
     with pytest.raises(InfeasibleError):
-        session.plan(planner="ddp+fsdp", memory_bytes=1000)
+        session.plan(planner="ddp+fsdp+hsdp", memory_bytes=1000)  # one node has no hsdp
     assert session.plan_if_any(planner="ddp+fsdp", memory_bytes=1000) is None

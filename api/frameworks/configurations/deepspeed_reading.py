@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from api.frameworks.documents import Section, divisors, known_keys, unknown_keys
+from api.frameworks.configurations.documents import Section, divisors, known_keys, unknown_keys
+from api.frameworks.configurations.training_script import CHECKPOINTING, MICRO_BATCH, read_script
 from api.frameworks.launch import Launch
-from api.frameworks.training_script import CHECKPOINTING, MICRO_BATCH, read_script
 from cost_model.configuration.parallelism import TrainingDtype
 
 VERSION = "0.19.8"

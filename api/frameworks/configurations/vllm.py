@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
-from api.frameworks.documents import Notes, Section, check_sayable, closest, divisors, known_keys
-from api.frameworks.flags import read_flags
+from api.frameworks.configurations.documents import Notes, Section, check_sayable, closest, divisors, known_keys
+from api.frameworks.configurations.flags import read_flags
 from api.frameworks.launch import Framework, Launch, Reading, flag
 from cost_model.configuration.implementation import Implementation, KernelOptions, StateOptions
 from cost_model.configuration.parallelism import TrainingDtype

@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from api.frameworks.documents import Notes, Section, check_sayable, closest, known_keys, read_yaml
+from api.frameworks.configurations.documents import Notes, Section, check_sayable, closest, known_keys, read_yaml
+from api.frameworks.configurations.megatron import DEVICES_PER_NODE, nothing, reasons
+from api.frameworks.configurations.megatron import implementation as megatron_implementation
+from api.frameworks.configurations.megatron_reader import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Settings,
+    launch_of,
+    sizes_of,
+    stages_of,
+)
 from api.frameworks.launch import Framework, Launch, Reading, flag
-from api.frameworks.megatron import DEVICES_PER_NODE, nothing, reasons
-from api.frameworks.megatron import implementation as megatron_implementation
-from api.frameworks.megatron_reader import OPTIMIZERS, STRATEGIES, Settings, launch_of, sizes_of, stages_of
 from cost_model.configuration.implementation import Implementation
 from cost_model.configuration.parallelism import TrainingDtype
 from planner.errors import JobError

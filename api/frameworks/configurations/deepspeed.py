@@ -7,10 +7,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from api.frameworks.deepspeed_reading import OPTIMIZERS, SCRIPT, TITLE, VERSION, read_section, unknown
-from api.frameworks.documents import Notes, Section, check_sayable, read_json, shown
-from api.frameworks.launch import Framework, Launch, Reading, flag
-from api.frameworks.training_script import (
+from api.frameworks.configurations.deepspeed_reading import OPTIMIZERS, SCRIPT, TITLE, VERSION, read_section, unknown
+from api.frameworks.configurations.documents import Notes, Section, check_sayable, read_json, shown
+from api.frameworks.configurations.training_script import (
     CHECKPOINTING,
     CHECKPOINTING_MODES,
     LENGTHS,
@@ -19,6 +18,7 @@ from api.frameworks.training_script import (
     script_arguments,
     script_reasons,
 )
+from api.frameworks.launch import Framework, Launch, Reading, flag
 from cost_model.configuration.frameworks import FSDP2, with_compile
 from cost_model.configuration.implementation import AllocatorOptions, DataParallelOptions, Implementation, StateOptions
 

@@ -8,11 +8,17 @@ from typing import Any
 
 import yaml
 
-from api.frameworks import deepspeed
-from api.frameworks.accelerate_reading import PRECISIONS, TITLE, VERSION, read_document, unknown, with_prefixes
-from api.frameworks.documents import Notes, Section, check_sayable, read_yaml, shown
-from api.frameworks.launch import Framework, Launch, Reading, flag
-from api.frameworks.training_script import (
+from api.frameworks.configurations import deepspeed
+from api.frameworks.configurations.accelerate_reading import (
+    PRECISIONS,
+    TITLE,
+    VERSION,
+    read_document,
+    unknown,
+    with_prefixes,
+)
+from api.frameworks.configurations.documents import Notes, Section, check_sayable, read_yaml, shown
+from api.frameworks.configurations.training_script import (
     CHECKPOINTING,
     CHECKPOINTING_MODES,
     OPTIMIZERS,
@@ -22,6 +28,7 @@ from api.frameworks.training_script import (
     script_arguments,
     script_reasons,
 )
+from api.frameworks.launch import Framework, Launch, Reading, flag
 from cost_model.configuration.frameworks import FSDP2, with_compile
 from cost_model.configuration.implementation import Implementation
 

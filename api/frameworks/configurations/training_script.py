@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from api.frameworks.documents import Section, shown
+from api.frameworks.configurations.documents import Section, shown
 from api.frameworks.launch import Launch
 from cost_model.configuration.parallelism import Checkpointing
 

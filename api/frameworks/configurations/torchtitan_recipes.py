@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from api.frameworks.documents import known_keys
+from api.frameworks.configurations.documents import known_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from api.frameworks.documents import Notes, Section, closest, divisors, known_keys
-from api.frameworks.flags import TORCHRUN_FLAG, read_flags, read_variables
+from api.frameworks.configurations.documents import Notes, Section, closest, divisors, known_keys
+from api.frameworks.configurations.flags import TORCHRUN_FLAG, read_flags, read_variables
+from api.frameworks.configurations.torchtitan_keys import OFF, RENAMED, UNPRICED
+from api.frameworks.configurations.torchtitan_recipes import Recipe, recipes
 from api.frameworks.launch import Launch, Reading
-from api.frameworks.torchtitan_keys import OFF, RENAMED, UNPRICED
-from api.frameworks.torchtitan_recipes import Recipe, recipes
 from cost_model.configuration.divisibility import alternatives
 from cost_model.configuration.parallelism import Checkpointing, Schedule, TrainingDtype
 from planner.errors import JobError

@@ -206,7 +206,11 @@ def check_sayable(
 
 def known_keys(name: str) -> frozenset[str]:
     """Return the keys that a framework knows, as full names; "section.*" for a section whose keys are free."""
-    text = resources.files("api.frameworks").joinpath("known_keys", f"{name}.txt").read_text(encoding="utf-8")
+    text = (
+        resources.files("api.frameworks.configurations")
+        .joinpath("known_keys", f"{name}.txt")
+        .read_text(encoding="utf-8")
+    )
     return frozenset(line for line in text.splitlines() if line and not line.startswith("#"))
 
 

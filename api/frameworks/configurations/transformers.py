@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from api.frameworks.documents import (
+from api.frameworks.configurations.documents import (
     Notes,
     Section,
     check_sayable,
@@ -22,8 +22,7 @@ from api.frameworks.documents import (
     shown,
     unknown_keys,
 )
-from api.frameworks.launch import Framework, Launch, Reading, flag
-from api.frameworks.training_script import (
+from api.frameworks.configurations.training_script import (
     CHECKPOINTING_MODES,
     OPTIMIZERS,
     SCRIPT_SAYS,
@@ -31,6 +30,7 @@ from api.frameworks.training_script import (
     script_arguments,
     script_reasons,
 )
+from api.frameworks.launch import Framework, Launch, Reading, flag
 from cost_model.configuration.frameworks import FSDP2, with_compile
 from cost_model.configuration.implementation import Implementation
 from cost_model.configuration.parallelism import TrainingDtype

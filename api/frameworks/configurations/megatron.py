@@ -6,10 +6,17 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from api.frameworks.documents import Notes, Section, check_sayable, closest, known_keys
-from api.frameworks.flags import TORCHRUN_FLAG, read_flags
+from api.frameworks.configurations.documents import Notes, Section, check_sayable, closest, known_keys
+from api.frameworks.configurations.flags import TORCHRUN_FLAG, read_flags
+from api.frameworks.configurations.megatron_reader import (
+    OPTIMIZERS,
+    STRATEGIES,
+    Settings,
+    launch_of,
+    sizes_of,
+    stages_of,
+)
 from api.frameworks.launch import Framework, Launch, Reading, flag
-from api.frameworks.megatron_reader import OPTIMIZERS, STRATEGIES, Settings, launch_of, sizes_of, stages_of
 from cost_model.configuration.frameworks import MEGATRON
 from cost_model.configuration.implementation import Implementation
 from planner.errors import JobError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from api.frameworks.documents import check_sayable
+from api.frameworks.configurations.documents import check_sayable
+from api.frameworks.configurations.torchtitan_reader import read, recognises
+from api.frameworks.configurations.torchtitan_recipes import Recipe, recipe_of
 from api.frameworks.launch import Framework, Launch, flag
-from api.frameworks.torchtitan_reader import read, recognises
-from api.frameworks.torchtitan_recipes import Recipe, recipe_of
 from cost_model.configuration.frameworks import FSDP2, with_compile
 from cost_model.configuration.implementation import EAGER_LOGIT_NBYTES, Implementation, LossOptions, PipelineOptions
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from api.frameworks.documents import Section, divisors
+from api.frameworks.configurations.documents import Section, divisors
 from api.frameworks.launch import Launch
 from cost_model.configuration.divisibility import Stages
 from cost_model.configuration.parallelism import Checkpointing, TrainingDtype
