@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
-from starlette.concurrency import run_in_threadpool
 
 from api.http.problems import MalformedBodyError
 
@@ -37,16 +36,6 @@ def parse(model: type[_Body], body: bytes) -> _Body:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise MalformedBodyError(error) from error
-
-
-async def body_of(model: type[_Body], request: Request) -> _Body:
-    """Return the request's body as a ``model``.
-
-    Raises:
-        HTTPException, MalformedBodyError: as `read_body` and `parse`.
-    """
-    body = await read_body(request)
-    return await run_in_threadpool(parse, model, body)
 
 
 def describes(model: type[BaseModel]) -> dict[str, Any]:

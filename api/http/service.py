@@ -9,6 +9,7 @@ from fastapi import Request
 
 from api.http.auth import Guard, RateLimit
 from api.http.idempotency import IdempotencyKeys
+from api.http.large_bodies import LargeBodies
 from api.http.response_cache import Answers
 from api.jobs.database import Database
 from api.jobs.embedded_workers import JobRunner
@@ -44,6 +45,7 @@ class Service:
     calls: CallQueue | None
     keeper: Housekeeper
     streams: OpenStreams
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:

@@ -200,9 +200,9 @@ class JobStore:
             return [_record(row) for row in connection.execute(statement)]
 
     def claim(self, *, worker: str = "", lease_s: float = 60.0) -> JobRecord | None:
-        """Mark the job that has waited longest as running and return it, to one caller only; None where none can run.
+        """Mark the next job as running and return it, to one caller only; None where none can run.
 
-        A job cannot run while one with the same fingerprint runs.
+        Owners take turns, by when their last job started. A job cannot run while one with the same fingerprint runs.
         """
         for _ in range(3):
             try:
@@ -303,7 +303,9 @@ class JobStore:
         running = aliased(JobRow)
         equal = exists().where(running.fingerprint == JobRow.fingerprint, running.status == "running")
         first = select(JobRow.number).where(JobRow.status == "queued", ~equal)
-        first = first.order_by(JobRow.queued_at, JobRow.number).limit(1).with_for_update(skip_locked=True)
+        owned = aliased(JobRow)
+        turn = func.coalesce(select(func.max(owned.started_at)).where(owned.owner == JobRow.owner).scalar_subquery(), 0)
+        first = first.order_by(turn, JobRow.queued_at, JobRow.number).limit(1).with_for_update(skip_locked=True)
         now = self._database.now()
         claimed = update(JobRow).where(JobRow.number == first.scalar_subquery(), JobRow.status == "queued")
         claimed = claimed.values(

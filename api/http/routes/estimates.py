@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import Caller, needs
-from api.http.bodies import body_of, describes
+from api.http.bodies import describes, parse, read_body
 from api.http.problems import problem_responses
 from api.http.routes.plans import PLANS
 from api.http.service import Service, service_of
@@ -32,8 +31,8 @@ Reader = Annotated[Caller, Depends(needs("read"))]
 )
 async def estimate(request: Request, caller: Reader) -> dict[str, Any]:
     """Price a parallel configuration by its degrees, from the model's dimensions only."""
-    estimate_request = await body_of(EstimateRequest, request)
-    return await run_in_threadpool(_price, estimate_request)
+    body = await read_body(request)
+    return await service_of(request).large_bodies.run(request, caller.owner, body, _price, body)
 
 
 @router.post(
@@ -44,17 +43,19 @@ async def estimate(request: Request, caller: Reader) -> dict[str, Any]:
 )
 async def diff(request: Request, caller: Reader) -> dict[str, Any]:
     """Compare two plans, each given as it is or by the id of the job that made it."""
-    diff_request = await body_of(DiffRequest, request)
-    return await run_in_threadpool(_diff, service_of(request), caller, diff_request)
+    service, body = service_of(request), await read_body(request)
+    return await service.large_bodies.run(request, caller.owner, body, _diff, service, caller, body)
 
 
-def _price(estimate_request: EstimateRequest) -> dict[str, Any]:
+def _price(body: bytes) -> dict[str, Any]:
+    estimate_request = parse(EstimateRequest, body)
     read_client_cluster(estimate_request.cluster)
     options = estimate_request.model_dump(exclude={"model"})
     return price_configuration(estimate_request.model_spec, allow_local=False, **options).to_dict()
 
 
-def _diff(service: Service, caller: Caller, diff_request: DiffRequest) -> dict[str, Any]:
+def _diff(service: Service, caller: Caller, body: bytes) -> dict[str, Any]:
+    diff_request = parse(DiffRequest, body)
     left, right = (_plan(service, caller, value) for value in (diff_request.left, diff_request.right))
     return diff_plans(left, right).to_dict()
 

@@ -145,7 +145,8 @@ def _add_submit(router: APIRouter, jobs: JobCollection) -> None:
         if cached_answer is not None:
             service.metrics.submitted("cached")
             return jobs.response(cached_answer.job_id, cached_answer.body, 200)
-        job = await run_in_threadpool(jobs.submitted, service, caller, body, idempotency_key)
+        arguments = (service, caller, body, idempotency_key)
+        job = await service.large_bodies.run(request, caller.owner, body, jobs.submitted, *arguments)
         answer = jobs.answer_of(job)
         if job.status == "succeeded":
             service.answers.put(caller.owner, jobs.named(body), job.id, answer)
