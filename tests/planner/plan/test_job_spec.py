@@ -53,7 +53,7 @@ def test_plan_s_options_are_the_fields() -> None:
             assert option.default == item.default
     assert options.keys() - FIELDS.keys() == {
         *("model", "output", "as_json", "no_cache"),
-        *("details", "tokens", "price"),
+        *("details", "tokens", "price", "framework"),
     }
 
 
