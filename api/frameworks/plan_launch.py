@@ -13,6 +13,7 @@ from cost_model.configuration.parallelism import Checkpointing as CheckpointingN
 from cost_model.configuration.parallelism import TrainingDtype
 from planner.plan.axis_roles import AxisUse, axis_uses
 from planner.plan.job import Checkpointing
+from planner.plan.patterns import match_keys
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.techniques import TECHNIQUES
 
@@ -95,8 +96,13 @@ def _keeps_blocks_gathered(plan: ShardingPlan) -> bool:
     A group that stays gathered for the whole step does so too.
     """
     groups = [key for key in plan.fully_shard if _BLOCK.search(key)] or list(plan.fully_shard)
-    kept = {*plan.keep_gathered, *plan.keep_gathered_for_step}
+    kept = _groups_in(plan, (*plan.keep_gathered, *plan.keep_gathered_for_step))
     return bool(groups) and kept.issuperset(groups)
+
+
+def _groups_in(plan: ShardingPlan, patterns: Sequence[str]) -> set[str]:
+    """Return the FSDP groups that ``patterns`` name; either may stand for several blocks."""
+    return {group for groups in match_keys(patterns, plan.fully_shard).values() for group in groups}
 
 
 def _dtype(plan: ShardingPlan) -> TrainingDtype:
@@ -145,7 +151,7 @@ def _axis_rows(uses: Sequence[AxisUse]) -> Iterator[Row]:
 
 
 def _group_rows(plan: ShardingPlan) -> Iterator[Row]:
-    kept, keeps = len(plan.keep_gathered), _keeps_blocks_gathered(plan)
+    kept, keeps = len(_groups_in(plan, plan.keep_gathered)), _keeps_blocks_gathered(plan)
     if kept and not keeps:
         detail = f"{kept} of {len(plan.fully_shard)} groups stay gathered until backward; now all are freed"
         yield Row(field="FSDP groups", outcome="approximated", detail=detail)

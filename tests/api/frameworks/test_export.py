@@ -102,3 +102,22 @@ def test_names() -> None:
     assert isinstance(export_plan(plan_for("fsdp", "1x4xtoy"), "torch"), Exported)
     with pytest.raises(JobError, match="no framework 'jax'"):
         export_plan(plan_for("fsdp", "1x4xtoy"), "jax")
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept", "reshards"),
+    [
+        (("blocks.0", "blocks.{1-3}", "head"), ("blocks.*",), False),
+        (("blocks.0", "blocks.{1-3}", "head"), ("blocks.0", "head"), True),
+        (("blocks.*", "head"), ("head",), True),
+        (("fc1", "fc2"), ("fc1", "fc2"), False),
+        (("fc1", "fc2"), ("fc1",), True),
+        (("blocks.*",), (), True),
+    ],
+)
+def test_groups_of_blocks_say_when_parameters_are_resharded(
+    groups: tuple[str, ...], kept: tuple[str, ...], reshards: bool
+) -> None:
+    plan = plan_for("fsdp", "1x4xtoy")
+    grouped = dataclasses.replace(plan, fully_shard=dict.fromkeys(groups, ("weight",)), keep_gathered=kept)
+    assert launch_of(grouped).reshard_after_forward is reshards
