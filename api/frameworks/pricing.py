@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -36,7 +37,12 @@ class LaunchPricer:
     _prices: dict[Launch, PricedConfiguration | None] = field(default_factory=dict, repr=False, compare=False)
 
     def parallel(self, launch: Launch) -> ParallelSpec:
-        """Return ``launch`` as the cost model has it."""
+        """Return ``launch`` as the cost model has it.
+
+        Where a framework has no key for it, tensor ranks split experts that are not spread over ranks.
+        """
+        if self.spec.experts is not None and launch.expert == 1 and "expert_tensor" not in self.framework.says:
+            launch = dataclasses.replace(launch, expert_tensor=launch.tensor)
         return launch.parallel(self.seq, self.framework.implementation(launch, self.cluster.device.architecture))
 
     def is_legal(self, launch: Launch) -> bool:

@@ -160,6 +160,12 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
         assert price.fits is fits
 
 
+@pytest.mark.parametrize(("framework", "expert_tensor"), [("accelerate", 4), ("transformers", 4), ("megatron", 1)])
+def test_tensor_ranks_split_experts_where_no_key_says_otherwise(framework: str, expert_tensor: int) -> None:
+    pricer = pricer_of(framework, "mixtral-8x7b", "1x8xh100-sxm-80gb", 4096)
+    assert pricer.parallel(Launch(shard=2, zero=3, tensor=4)).expert_tensor == expert_tensor
+
+
 def test_the_layouts_are_planned_beside_the_best_plan() -> None:
     text = json.dumps(
         {
