@@ -66,7 +66,8 @@ class PlanningSession(TracedJob):
 
         Args:
             planner: "ilp", a baseline's name, several of them joined by "+", or "random:SEED". Of several baselines the
-                simplest within ``tolerance`` of the fastest; all blocks are then checkpointed alike.
+                simplest within ``tolerance`` of the fastest. All blocks are then checkpointed alike, and all FSDP
+                groups reshard after the forward, or, with "keep-gathered" among the names, all after the backward.
             mesh: the mesh. An outermost axis ``pp`` gives the number of pipeline stages, and the other axes are the
                 mesh of a stage. None: all meshes with up to ``axes`` axes are tried.
             memory_bytes: cap on the peak per device; None: the job's cap.
@@ -81,10 +82,9 @@ class PlanningSession(TracedJob):
         names = baselines.names_in(planner)
         if len(names) > 1:
             found = self._simplest_of(names, mesh, memory_bytes, tolerance)
-            if found is not None:
+            if isinstance(found, ShardingPlan):
                 return found
-            # None fits: the last that has a mesh, which splits the most, says what is missing.
-            planner = next((name for name in reversed(names) if self._has_mesh(name, mesh)), names[0])
+            planner = found  # none fits, and it says what is missing
         plan = self._plan_or_least_memory(planner, mesh, memory_bytes, tolerance=tolerance)
         if isinstance(plan, ShardingPlan):
             return plan
@@ -118,7 +118,8 @@ class PlanningSession(TracedJob):
         """
         names = baselines.names_in(planner)
         if len(names) > 1:
-            return self._simplest_of(names, mesh, memory_bytes or self._memory_bytes, tolerance, excluded)
+            best = self._simplest_of(names, mesh, memory_bytes or self._memory_bytes, tolerance, excluded)
+            return best if isinstance(best, ShardingPlan) else None
         plan = self._plan_or_least_memory(
             planner,
             mesh,
@@ -129,13 +130,6 @@ class PlanningSession(TracedJob):
         )
         return plan if isinstance(plan, ShardingPlan) else None
 
-    def _has_mesh(self, name: str, mesh: str | MeshSpec | None) -> bool:
-        """Return whether ``name``, one of several that are joined, is a baseline with a mesh on the cluster."""
-        try:
-            return name in baselines.LAUNCHED and bool(self._meshes(mesh, name))
-        except MeshError:
-            return False
-
     def _simplest_of(
         self,
         names: Sequence[str],
@@ -143,31 +137,40 @@ class PlanningSession(TracedJob):
         memory_bytes: int,
         tolerance: float | None,
         excluded: frozenset[RunKey] = frozenset(),
-    ) -> ShardingPlan | None:
-        """Return the plan of the first of some baselines that is within ``tolerance`` of the fastest; None: none fits.
+    ) -> ShardingPlan | str:
+        """Return the plan of the first of some baselines that is within ``tolerance`` of the fastest.
 
-        All their FSDP groups reshard after the forward (or, with "keep-gathered" among ``names``, all after the
-        backward), and all blocks are checkpointed alike, as frameworks have it. Baselines that the cluster or the batch
-        has no mesh for are left out.
+        Where none fits, return the name of the last that has a mesh, which splits the most.
+        Baselines that the cluster or the batch has no mesh for are left out. The searches share the job's time limit.
+
+        Raises:
+            SolverError: no search found a plan, and time was up for one of them.
         """
-        times = [ReshardAfter.FORWARD, *([ReshardAfter.BACKWARD] if baselines.KEEP_GATHERED in names else [])]
-        sessions = [self._resharding(after) for after in times]
-        searches: list[tuple[str, PlanningSession]] = []
-        for name in names:
+        kept = (ReshardAfter.FORWARD, ReshardAfter.BACKWARD) if baselines.KEEP_GATHERED in names else ()
+        searches: list[tuple[str, ReshardAfter]] = []
+        for name in dict.fromkeys(names):
             if name in baselines.LAUNCHED:
-                # Replicas have no groups: one search of them is enough.
-                searches += [(name, session) for session in (sessions[:1] if name in ("ddp", "tp") else sessions)]
+                has_groups = name not in ("ddp", "tp")
+                searches += [(name, after) for after in (has_groups and kept) or (ReshardAfter.FORWARD,)]
         plans: list[ShardingPlan] = []
-        for name, session in searches:
+        late, last = None, names[0]
+        for name, after in searches:
+            session = self._resharding(after, searches=len(searches))
             try:
                 found = session._plan_or_least_memory(name, mesh, memory_bytes, excluded=excluded, mixes=False)
             except (MeshError, BaselineError):
                 continue
+            except SolverError as error:
+                late = error
+                continue
+            last = name
             if isinstance(found, ShardingPlan):
                 plans.append(found)
+        if not plans and late is not None:
+            raise late
         seconds = [plan.estimate.step_time_s if plan.estimate is not None else math.inf for plan in plans]
         most = min(seconds, default=0.0) * (1 + (tolerance or 0.0))
-        return next((plan for plan, step_s in zip(plans, seconds, strict=True) if step_s <= most), None)
+        return next((plan for plan, step_s in zip(plans, seconds, strict=True) if step_s <= most), last)
 
     def _plan_or_least_memory(
         self,

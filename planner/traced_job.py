@@ -182,9 +182,16 @@ class TracedJob:
         )
         return RunPlanner(analysis, self.job, self.cluster, self._batch, self._clock)
 
-    def _resharding(self, after: ReshardAfter) -> Self:
-        """Return this job with plans all of whose FSDP groups reshard at the same time."""
+    def _resharding(self, after: ReshardAfter, *, searches: int) -> Self:
+        """Return this job with plans all of whose FSDP groups reshard at the same time.
+
+        Args:
+            after: that time.
+            searches: number of searches that share the job's time limit, of which this job's is one.
+        """
         job = copy.copy(self)
+        if self.spec.time_limit_s is not None:
+            job.spec = dataclasses.replace(self.spec, time_limit_s=self.spec.time_limit_s / searches)
         job._planner = copy.copy(self._planner)
         job._planner.reshard_after = after
         job._context = WorkerContext(job._planner)

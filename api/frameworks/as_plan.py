@@ -54,6 +54,7 @@ def request_of(
         dtype=launch.dtype,
         optimizer=launch.optimizer,
         memory_gb=memory_gb,
+        tolerance=0.0,
     )
 
 

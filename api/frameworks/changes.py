@@ -16,13 +16,14 @@ from api.frameworks.launch import FIELDS, Framework, Launch
 from api.frameworks.pricing import LaunchPricer
 from api.requests.price_configuration import PricedConfiguration
 from cost_model.configuration.parallelism import Checkpointing, Schedule
+from planner.plan.job_spec import spec_fields
 
 LEAST_GAIN = 0.01
 """Fraction of the step time that a change has to give to be shown; two decisions give this much more than one."""
 
 MOST_CHANGES = 3
 
-HEADROOM = 0.08
+HEADROOM: float = next(item.default for item in spec_fields() if item.name == "headroom")
 """Fraction of a device's memory that a proposed launch leaves free, as plans do."""
 
 _ROUNDS = 6

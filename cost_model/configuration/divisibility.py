@@ -16,7 +16,6 @@ from cost_model.configuration.transformer import TransformerSpec
 Say = Callable[[str, int], str]
 """(axis, degree) -> how the user said it, such as "tp=8"."""
 
-
 Stages = Literal["even", "ends", "free"]
 """How layers split into pipeline stages: evenly, evenly with embedding and loss as a layer each, or in any way."""
 
@@ -85,9 +84,8 @@ def _tensor(spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int
 def _sequence(
     spec: TransformerSpec, parallel: ParallelSpec, degrees: Sequence[int], say: Say, ulysses: bool
 ) -> Iterator[str]:
-    chunks = (
-        2 if spec.causal and not ulysses else 1
-    )  # under a causal mask a rank holds two chunks, one early and one late
+    # Under a causal mask a rank holds two chunks, one early and one late; Ulysses has whole sequences in attention.
+    chunks = 2 if spec.causal and not ulysses else 1
 
     def splits(context: int) -> bool:
         return context == 1 or parallel.seq % (chunks * context) == 0

@@ -223,7 +223,9 @@ def _block_placements(
                 placements[name] = (wanted if _splits(value, wanted, size) else R,)
             elif len(value.shape) == 2:
                 splits = tuple(Shard(dim) for dim in (0, 1) if _splits(value, Shard(dim), size))
-                placements[name] = splits or (R,)
+                # A vocabulary that does not divide leaves the head whole, as frameworks do that do not pad it.
+                may_be_whole = not splits or (block_of(name) is None and Shard(0) not in splits)
+                placements[name] = (*splits, *((R,) if may_be_whole else ()))
             elif len(value.shape) > 2 and block_of(name) is None:
                 placements[name] = (R,)  # a convolution
     return placements

@@ -56,18 +56,10 @@ def read(text: str, devices: int) -> Reading:
     notes.faults.extend(unknown(values))
     launch = read_document(Section(values, notes), Section(_arguments(text), notes), devices)
     version = re.search(r"^#.*\baccelerate (\d+\.\d+\.\d+)", text, re.MULTILINE)
-    return Reading(
-        launch=launch,
-        faults=tuple(notes.faults),
-        unpriced=tuple(notes.unpriced),
-        ulysses=f"parallelism_config.parallelism_config_sp_size: {launch.context}" if _is_ulysses(notes) else "",
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        launch,
         version=version[1] if version else None,
     )
-
-
-def _is_ulysses(notes: Notes) -> bool:
-    return any("Ulysses" in text for text in notes.unpriced)
 
 
 def _arguments(text: str) -> dict[str, Any]:

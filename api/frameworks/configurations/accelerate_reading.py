@@ -171,6 +171,7 @@ def _sequence_ranks(root: Section, devices: int) -> int:
         )
         return 1
     if sizes["sp"] > 1:
+        root.notes.ulysses = f"parallelism_config.parallelism_config_sp_size: {sizes['sp']}"
         root.notes.unpriced.append("parallelism_config_sp_size: all-to-alls of Ulysses are priced as ring attention")
     return sizes["sp"]
 

@@ -125,11 +125,8 @@ def read(text: str, devices: int) -> Reading:
     if str(values.get("ddp.grad_reduce_in_fp32", True)).lower() == "false":
         notes.unpriced.append("ddp.grad_reduce_in_fp32: gradients are priced in 32 bits")
     version = re.search(r"Megatron-Bridge v?(\d+\.\d+\.\d+)", text)
-    return Reading(
-        launch=launch,
-        faults=tuple(dict.fromkeys(notes.faults)),
-        unpriced=tuple(dict.fromkeys(notes.unpriced)),
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        launch,
         sizes=sizes_of(settings),
         stages=stages_of(settings),
         version=version[1] if version else None,

@@ -46,12 +46,8 @@ def read(text: str, devices: int) -> Reading:
     notes.faults.extend(unknown(values))
     version = re.search(r"DeepSpeed (\d+\.\d+\.\d+)", str(values.get("_comment", "")))
     launch = read_section(Section(values, notes, automatic=True), devices)
-    return Reading(
-        launch=launch,
-        faults=tuple(notes.faults),
-        unpriced=tuple(notes.unpriced),
-        ulysses=f"sequence_parallel_size: {launch.context}" if launch.context > 1 else "",
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        launch,
         version=version[1] if version else None,
     )
 

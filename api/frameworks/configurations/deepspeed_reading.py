@@ -108,6 +108,7 @@ def _degrees(root: Section, devices: int) -> tuple[int, int, int]:
         if devices % degree:
             root.notes.faults.append(f"{key} {degree} does not divide {devices} devices ({divisors(devices)} would do)")
     if context > 1:
+        root.notes.ulysses = f"sequence_parallel_size: {context}"
         root.notes.unpriced.append("sequence_parallel_size: all-to-alls of Ulysses are priced as ring attention")
     return tensor, context, max(1, devices // (tensor * context))
 

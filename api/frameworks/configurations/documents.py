@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from api.frameworks.launch import FIELDS, Launch
+from api.frameworks.launch import FIELDS, Launch, Reading
 from planner.errors import JobError
 from planner.plan.job_spec import JobPhase
 
@@ -28,6 +28,18 @@ class Notes:
     faults: list[str] = field(default_factory=list)
     unpriced: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
+    ulysses: str = ""
+
+    def reading(self, launch: Launch, **others: Any) -> Reading:
+        """Return the `Reading` of ``launch`` with these notes, each once; ``others``: its other fields."""
+        return Reading(
+            launch=launch,
+            faults=tuple(dict.fromkeys(self.faults)),
+            unpriced=tuple(dict.fromkeys(self.unpriced)),
+            assumed=tuple(dict.fromkeys(self.assumed)),
+            ulysses=self.ulysses,
+            **others,
+        )
 
 
 @dataclass(slots=True)

@@ -81,11 +81,8 @@ def read(text: str, devices: int) -> Reading:
     if settings.on("tp_comm_overlap"):
         notes.unpriced.append("--tp-comm-overlap: collectives of tensor parallelism are priced as exposed")
     version = re.search(r"Megatron-LM (?:core_)?v?(\d+\.\d+\.\d+)", text)
-    return Reading(
-        launch=launch,
-        faults=tuple(dict.fromkeys(notes.faults)),
-        unpriced=tuple(dict.fromkeys(notes.unpriced)),
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        launch,
         sizes=sizes_of(settings),
         stages=stages_of(settings),
         version=version[1] if version else None,

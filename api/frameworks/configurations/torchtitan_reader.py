@@ -69,11 +69,8 @@ def read(text: str, devices: int) -> Reading:
     if str(root.values.get("training.dtype", "float32")) == "bfloat16":
         notes.unpriced.append("training.dtype bfloat16: parameters and states are priced in 32 bits")
     version = re.search(r"torchtitan[ =]+v?(\d+\.\d+(?:\.\d+)?)", text)
-    return Reading(
-        launch=launch,
-        faults=tuple(dict.fromkeys(notes.faults)),
-        unpriced=tuple(dict.fromkeys(notes.unpriced)),
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        launch,
         sizes=recipe.sizes if recipe else {},
         version=version[1] if version else None,
     )

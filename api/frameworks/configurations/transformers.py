@@ -74,11 +74,8 @@ def read(text: str, devices: int) -> Reading:
     notes.faults.extend(unknown_keys(values, known_keys("transformers"), TITLE))
     root = Section(values, notes)
     launch = _launch(root, devices)
-    return Reading(
-        launch=launch,
-        faults=tuple(notes.faults),
-        unpriced=tuple(notes.unpriced),
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        launch,
         version=str(values["transformers_version"]) if "transformers_version" in root else None,
     )
 

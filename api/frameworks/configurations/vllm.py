@@ -80,11 +80,8 @@ def read(text: str, devices: int) -> Reading:
     for key, because in _NOT_PRICED.items():
         section.leave(key, because=because, unless=(False, 0, 1, "0", "1", "auto", "none"))
     version = re.search(r"^#.*\bvLLM (\d+\.\d+\.\d+)", text, re.MULTILINE)
-    return Reading(
-        launch=_launch(section, sizes),
-        faults=tuple(notes.faults),
-        unpriced=tuple(notes.unpriced),
-        assumed=tuple(notes.assumed),
+    return notes.reading(
+        _launch(section, sizes),
         version=version[1] if version else None,
     )
 

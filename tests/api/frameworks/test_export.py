@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 from support import families
 
-from api.frameworks.export import Exported, export, export_plan, planners_of
+from api.frameworks.export import TORCH, Exported, export, export_plan, planners_of
 from api.frameworks.launch import Launch
 from api.frameworks.plan_launch import launch_of
 from api.frameworks.registry import NAMES, find_framework
@@ -121,3 +123,10 @@ def test_groups_of_blocks_say_when_parameters_are_resharded(
     plan = plan_for("fsdp", "1x4xtoy")
     grouped = dataclasses.replace(plan, fully_shard=dict.fromkeys(groups, ("weight",)), keep_gathered=kept)
     assert launch_of(grouped).reshard_after_forward is reshards
+
+
+def test_the_page_and_the_command_line_name_every_framework() -> None:
+    page = Path("api/static/js/pages/job.js").read_text(encoding="utf-8")
+    assert re.findall(r'^  \["([\w-]+)", ', page, re.MULTILINE) == [TORCH, *NAMES]
+    commands = Path("docs/reference/cli.md").read_text(encoding="utf-8")
+    assert all(name in commands for name in (TORCH, *NAMES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from cost_model import ClusterSpec
 from planner.build import build_plan
-from planner.errors import InfeasibleError, MeshError
+from planner.errors import InfeasibleError, MeshError, SolverError
 from planner.plan.estimate import BaselinePrice
 from planner.plan.sharding_plan import ShardingPlan
+from planner.run.baselines import _block_placements
 from planner.search.baseline_search import INFERENCE, TRAINING, baseline_space
 from planner.session import PlanningSession
 
@@ -236,3 +238,58 @@ def test_where_none_of_several_fits_the_last_says_what_is_missing() -> None:
     with pytest.raises(InfeasibleError):
         session.plan(planner="ddp+fsdp+hsdp", memory_bytes=1000)  # one node has no hsdp
     assert session.plan_if_any(planner="ddp+fsdp", memory_bytes=1000) is None
+
+
+def test_several_baselines_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of("llama", "2x4xtoy", time_limit_s=60.0)
+    limits = []
+    search = PlanningSession._plan_or_least_memory
+
+    def recorded(self: PlanningSession, name: str, *arguments: Any, **options: Any) -> Any:
+        limits.append((name, self.spec.time_limit_s))
+        return search(self, name, *arguments, **options)
+
+    monkeypatch.setattr(PlanningSession, "_plan_or_least_memory", recorded)
+    session.plan(planner="ddp+fsdp+fsdp+keep-gathered")
+    assert limits == [("ddp", 20.0), ("fsdp", 20.0), ("fsdp", 20.0)]
+    assert session.spec.time_limit_s == 60.0
+
+
+def test_a_baseline_that_ran_out_of_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of("llama", "1x4xtoy")
+    search = PlanningSession._plan_or_least_memory
+
+    def late(self: PlanningSession, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == "fsdp" or options.get("excluded"):
+            raise SolverError("time was up before any plan was found.")
+        return search(self, name, *arguments, **options)
+
+    monkeypatch.setattr(PlanningSession, "_plan_or_least_memory", late)
+    plan = session.plan(planner="ddp+fsdp")
+    assert plan.solver is not None
+    assert plan.solver.name == "ddp"
+    with pytest.raises(SolverError, match="time was up"):
+        session.plan(planner="fsdp+hsdp")
+
+
+def test_a_vocabulary_that_does_not_divide_leaves_the_head_whole() -> None:
+    graph = SimpleNamespace(
+        parameters={
+            "head": ("lm_head.weight",),
+            "even": ("wte.weight",),
+            "block": ("h.0.fc.weight",),
+            "conv": ("conv.weight",),
+        },
+        values={
+            "head": SimpleNamespace(shape=(50257, 768)),
+            "even": SimpleNamespace(shape=(50304, 768)),
+            "block": SimpleNamespace(shape=(3072, 768)),
+            "conv": SimpleNamespace(shape=(768, 3, 16, 16)),
+        },
+    )
+    assert _block_placements(None, graph, 2) == {  # type: ignore[arg-type]
+        "lm_head.weight": (Shard(1), R),
+        "wte.weight": (S0, Shard(1)),
+        "h.0.fc.weight": (S0, Shard(1)),
+        "conv.weight": (R,),
+    }
