@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from executor.torch_internals.gloo import run_one_worker_per_gloo_group
 from planner.plan.sharding_plan import ShardingPlan
+
+# On import, because whoever runs a plan imports the executor before the default process group exists.
+run_one_worker_per_gloo_group()
 
 
 @dataclass(slots=True)

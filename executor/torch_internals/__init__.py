@@ -7,6 +7,7 @@ random ops and generators                    random
 several calls that shard one module          parallel
 shards of a dim, parameters exchanged        weights
 key-value stores                             store
+gloo process groups                          gloo
 ``torch.compile`` of modules                 compile
 generation                                   generation
 modes that see calls of torch                function_modes

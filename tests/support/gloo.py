@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.fast_process import make_fast
 
+from executor.torch_internals.gloo import run_one_worker_per_gloo_group
+
 # A fork server is not told where the tests are, so that what they import is named here.
 _FAMILIES = ("bert", "gpt2", "llama", "mixtral", "t5", "vit")
 mp.set_forkserver_preload(
@@ -169,6 +171,7 @@ def _watch_for_crashes(rank: int, folder: str) -> None:
 def _initialize(rank: int, world_size: int, folder: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
     make_fast()
+    run_one_worker_per_gloo_group()
     # A file store, because ports clash.
     dist.init_process_group(
         "gloo",
