@@ -43,6 +43,23 @@ class MalformedBodyError(Exception):
         super().__init__(str(error))
         self.error = error
 
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The error as problem details."""
+        return malformed_problem(self.error.errors(include_url=False, include_context=False, include_input=False))
+
+
+class ProblemError(Exception):
+    """An error that another process has put into problem details.
+
+    Attributes:
+        problem: the problem details, with their ``status``.
+    """
+
+    def __init__(self, problem: dict[str, Any]) -> None:
+        super().__init__(str(problem.get("detail")))
+        self.problem = problem
+
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI entries of a route's error responses: ``statuses``, and 401, 403, 429 and 503."""
@@ -55,11 +72,15 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _malformed(error.errors())
+        return _answer(malformed_problem(error.errors()))
 
     async def malformed(_: Request, error: Exception) -> Response:
         assert isinstance(error, MalformedBodyError)
-        return _malformed(error.error.errors(include_url=False, include_context=False, include_input=False))
+        return _answer(error.problem)
+
+    async def told(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ProblemError)
+        return _answer(error.problem)
 
     async def http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -80,6 +101,7 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(MalformedBodyError, malformed)
+    app.add_exception_handler(ProblemError, told)
     app.add_exception_handler(HTTPException, http_error)
     for kind in UserError:
         app.add_exception_handler(kind, user_error)
@@ -88,10 +110,11 @@ def add_problem_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, our_error)
 
 
-def _malformed(errors: Any) -> Response:
+def malformed_problem(errors: Any) -> dict[str, Any]:
+    """Return pydantic's errors as problem details."""
     faults = [{"where": ".".join(map(str, item["loc"]))[:200], "what": item["msg"]} for item in errors[:50]]
     detail = "; ".join(": ".join(filter(None, (fault["where"], fault["what"]))) for fault in faults[:5])
-    return _answer({"title": _TITLES[422], "status": 422, "detail": detail, "errors": faults})
+    return {"title": _TITLES[422], "status": 422, "detail": detail, "errors": faults}
 
 
 def _answer(problem: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:

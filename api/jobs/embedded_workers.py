@@ -10,8 +10,7 @@ import structlog
 
 from api.jobs.database import UNREACHABLE
 from api.jobs.metrics import Metrics
-from api.jobs.solve import solve
-from api.jobs.solver_main import Solve
+from api.jobs.solver_main import SOLVE, Solve
 from api.jobs.solver_process import SolverProcess
 from api.jobs.store import JobStore
 from api.jobs.supervisor import SolveLimits, Supervisor
@@ -23,7 +22,7 @@ class JobRunner:
     """The threads that run a store's queued jobs, ``workers`` at a time, in a process each: a crash affects one job."""
 
     def __init__(
-        self, store: JobStore, *, workers: int, limits: SolveLimits, metrics: Metrics, job: Solve = solve
+        self, store: JobStore, *, workers: int, limits: SolveLimits, metrics: Metrics, job: Solve | str = SOLVE
     ) -> None:
         self._store = store
         self._stopping = threading.Event()
@@ -64,7 +63,7 @@ class _Worker(threading.Thread):
         queued: threading.Semaphore,
         limits: SolveLimits,
         metrics: Metrics,
-        job: Solve,
+        job: Solve | str,
     ) -> None:
         super().__init__(name=f"shardplan-{name}", daemon=True)
         self._worker = name

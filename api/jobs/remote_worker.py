@@ -26,9 +26,8 @@ from api.jobs.logs import configure_logs
 from api.jobs.metrics import Metrics
 from api.jobs.pg_queue import QUEUE, CallQueue, answering_app, install
 from api.jobs.settings import ServerSettings, read_settings
-from api.jobs.solve import solve
-from api.jobs.solver_main import Solve
-from api.jobs.solver_process import SolverProcess
+from api.jobs.solver_main import SOLVE, Solve
+from api.jobs.solver_process import SolverProcess, preload
 from api.jobs.store import JobStore
 from api.jobs.supervisor import Supervisor
 from planner.errors import JobError
@@ -51,13 +50,14 @@ def work(options: dict[str, Any]) -> None:
         advice = "Give --workers 1 or more; 0 is for `shardplan serve`."
         raise JobError("this worker would plan nothing.", what_to_do=advice, field="workers")
     configure_logs()
-    asyncio.run(RemoteWorker(settings, solve).run(metrics_port=options.get("metrics_port")))
+    preload()
+    asyncio.run(RemoteWorker(settings, SOLVE).run(metrics_port=options.get("metrics_port")))
 
 
 class RemoteWorker:
     """A worker that claims and plans a job for each call of the queue, up to ``settings.workers`` jobs at a time."""
 
-    def __init__(self, settings: ServerSettings, job: Solve) -> None:
+    def __init__(self, settings: ServerSettings, job: Solve | str) -> None:
         self._settings = settings
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._database = Database(settings.url)

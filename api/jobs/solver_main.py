@@ -1,6 +1,6 @@
 """The main loop of a solver process: it takes requests one by one, and sends progress and outcomes, as JSON text.
 
-This module imports nothing heavy. The solve function is an argument (`api.jobs.solve.solve`). Unpickling it, when the
+This module imports nothing heavy. The solve function is an argument, given by its name (`SOLVE`): loading it, when the
 process starts, imports torch.
 """
 
@@ -14,8 +14,9 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 from api.jobs.logs import configure_logs
 
@@ -28,6 +29,9 @@ Report = Callable[[dict[str, Any]], None]
 Solve = Callable[[dict[str, Any], Report, float], Outcome]
 """Function of a request, a `Report` and the seconds for the search; returns the outcome."""
 
+SOLVE = "api.jobs.solve:solve"
+"""The name of the function that plans."""
+
 OUT_OF_MEMORY = {
     "type": "urn:shardplan:memory-limit",
     "title": "Planning took too much memory",
@@ -36,16 +40,26 @@ OUT_OF_MEMORY = {
     "or let the server's job_memory_bytes be larger.",
 }
 
-_NICENESS = 10
+NICENESS = 10
 """Niceness of solver processes, so that a server on the same machine still answers in milliseconds."""
 
 _HEADROOM = 2**30
 """Bytes above the limit at which allocations fail. Usually the supervisor kills the process before, with a reason."""
 
 
-def serve_requests(pipe: Connection, solve: Solve, memory_bytes: int) -> None:
-    """Answer the requests that arrive on ``pipe`` until it is closed; the main function of a solver process."""
-    _settle(memory_bytes)
+def serve_requests(pipe: Connection, solve: Solve | str, memory_bytes: int, niceness: int) -> None:
+    """Answer the requests that arrive on ``pipe`` until it is closed; the main function of a solver process.
+
+    Args:
+        pipe: has requests, and takes messages.
+        solve: the function that answers, or its name, ``module:function``.
+        memory_bytes: resident bytes above which the process is ended.
+        niceness: of the process; 0 runs like the server itself.
+    """
+    _settle(memory_bytes, niceness)
+    if isinstance(solve, str):
+        module, _, name = solve.partition(":")
+        solve = cast(Solve, getattr(import_module(module), name))
     while True:
         try:
             message = json.loads(pipe.recv_bytes())
@@ -55,12 +69,12 @@ def serve_requests(pipe: Connection, solve: Solve, memory_bytes: int) -> None:
         _send(pipe, {"outcome": outcome})
 
 
-def _settle(memory_bytes: int) -> None:
+def _settle(memory_bytes: int, niceness: int) -> None:
     """Prepare a new process: ignore stop signals, set logs, niceness and memory limits, and exit with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and systemd send them to all processes; the parent acts
         signal.signal(number, signal.SIG_IGN)
     configure_logs()
-    os.nice(_NICENESS)
+    os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = memory_bytes + _HEADROOM
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
