@@ -14,13 +14,11 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Row,
-    Select,
     and_,
     delete,
     exists,
@@ -35,9 +33,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import aliased
 
 from api.jobs.database import Database
+from api.jobs.records.job import UNFINISHED, JobRecord, job_rows, one_job, record_of, still_running
 from api.jobs.tables import EventRow, JobRow, PlanRow
 from api.requests.schemas import JOB_KINDS, JobKind, JobStatus
 from planner.errors import PlannerError
+
+__all__ = ["JobRecord", "JobStore", "Limits", "TooManyJobsError"]
 
 Queued = Callable[[Connection, str], None]
 """Called with each job that is queued, within the transaction that queues it."""
@@ -53,60 +54,12 @@ WORKER_DIED = {
     "what_to_do": "Ask again to try again; the server's log may say more.",
 }
 
-_UNFINISHED = ("queued", "running")
-
 
 class TooManyJobsError(PlannerError):
     """The queue is full, or an owner has as many unfinished jobs as one may have."""
 
     http_status = 429
     title = "Too many jobs"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
-    """One row of the jobs and its result. JSON columns are text, which properties parse. Times: seconds since 1970."""
-
-    number: int
-    id: str
-    owner: str
-    fingerprint: str
-    kind: JobKind
-    status: JobStatus
-    attempt: int
-    queued_at: float
-    started_at: float | None
-    finished_at: float | None
-    label: str
-    request_json: str
-    error_json: str | None
-    result_json: str | None
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The request as JSON data, defaults included."""
-        return cast(dict[str, Any], json.loads(self.request_json))
-
-    @property
-    def plan(self) -> dict[str, Any] | None:
-        """The plan of a job of the kind "plan" that has succeeded; else None."""
-        is_plan = self.kind == "plan" and self.result_json is not None
-        return cast(dict[str, Any], json.loads(self.result_json or "")) if is_plan else None
-
-    @property
-    def error(self) -> dict[str, Any] | None:
-        """The problem details of a job that has failed; else None."""
-        return None if self.error_json is None else cast(dict[str, Any], json.loads(self.error_json))
-
-    @property
-    def ended(self) -> bool:
-        """Whether the job neither waits nor runs."""
-        return self.status not in _UNFINISHED
-
-    @property
-    def may_be_tried_again(self) -> bool:
-        """Whether an equal request runs the job again: it was cancelled, or the server failed (status >= 500)."""
-        return self.status == "cancelled" or (self.error or {}).get("status", 0) >= 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +89,7 @@ class JobStore:
         """
         with self._database.write() as connection:
             own_job = and_(JobRow.owner == owner, JobRow.fingerprint == fingerprint)
-            earlier_job = _one(connection, _jobs().where(own_job))
+            earlier_job = one_job(connection, job_rows().where(own_job))
             if earlier_job is not None and not earlier_job.may_be_tried_again:
                 return earlier_job
             # Lock the plan's row, so that housekeeping cannot delete it before the new job refers to it.
@@ -158,7 +111,7 @@ class JobStore:
                 requeue = update(JobRow).where(JobRow.number == earlier_job.number, JobRow.status == earlier_job.status)
                 cleared_columns = {"error": None, "started_at": None, "finished_at": None, "lease_until": None}
                 changed = connection.execute(requeue.values({**cleared_columns, **fresh})).rowcount > 0
-            job = _one(connection, _jobs().where(own_job))
+            job = one_job(connection, job_rows().where(own_job))
             assert job is not None, "it was inserted just now"
             if changed:  # else a concurrent equal request changed and announced it
                 self._announce(connection, job.number, job.id, job.status)
@@ -168,12 +121,12 @@ class JobStore:
         """Return the job of this id; None where there is none, or it is another owner's. ``owner`` None: any owner."""
         own_job = JobRow.id == job_id if owner is None else and_(JobRow.id == job_id, JobRow.owner == owner)
         with self._database.read() as connection:
-            return _one(connection, _jobs().where(own_job))
+            return one_job(connection, job_rows().where(own_job))
 
     def find(self, fingerprint: str, *, owner: str = "") -> JobRecord | None:
         """Return the owner's job of this fingerprint, or None."""
         with self._database.read() as connection:
-            return _one(connection, _jobs().where(JobRow.owner == owner, JobRow.fingerprint == fingerprint))
+            return one_job(connection, job_rows().where(JobRow.owner == owner, JobRow.fingerprint == fingerprint))
 
     def page(
         self,
@@ -188,7 +141,7 @@ class JobStore:
 
         ``owner``, ``status`` and ``before`` select jobs of an owner, with a status, with a smaller number; None: all.
         """
-        statement = _jobs(with_result=False, with_request=False).where(JobRow.kind.in_(kinds))
+        statement = job_rows(with_result=False, with_request=False).where(JobRow.kind.in_(kinds))
         statement = statement.order_by(JobRow.number.desc()).limit(limit)
         if owner is not None:
             statement = statement.where(JobRow.owner == owner)
@@ -197,7 +150,7 @@ class JobStore:
         if before is not None:
             statement = statement.where(JobRow.number < before)
         with self._database.read() as connection:
-            return [_record(row) for row in connection.execute(statement)]
+            return [record_of(row) for row in connection.execute(statement)]
 
     def claim(self, *, worker: str = "", lease_s: float = 60.0) -> JobRecord | None:
         """Mark the next job as running and return it, to one caller only; None where none can run.
@@ -215,7 +168,7 @@ class JobStore:
     def renew(self, job: JobRecord, lease_s: float, events: Iterable[dict[str, Any]] = ()) -> bool:
         """Renew the lease of a claimed job and record events; return False where the job is no longer the caller's."""
         with self._database.write() as connection:
-            statement = update(JobRow).where(_still(job)).values(lease_until=self._database.now() + lease_s)
+            statement = update(JobRow).where(still_running(job)).values(lease_until=self._database.now() + lease_s)
             if connection.execute(statement).rowcount == 0:
                 return False
             for event in events:
@@ -225,7 +178,7 @@ class JobStore:
     def is_claimed(self, job: JobRecord) -> bool:
         """Return whether a claimed job still runs in its attempt: not cancelled, and taken by nobody else."""
         with self._database.read() as connection:
-            return bool(connection.scalar(select(exists().where(_still(job)))))
+            return bool(connection.scalar(select(exists().where(still_running(job)))))
 
     def succeed(self, job: JobRecord, result: Any) -> bool:
         """End a claimed job, and waiting equal ones, with a result; return False where the job is not the caller's."""
@@ -248,27 +201,27 @@ class JobStore:
 
     def lose(self, job: JobRecord) -> bool:
         """Requeue a claimed job whose worker died, or fail it at the second death; False if it is not the caller's."""
-        return self._lose(job, _still(job))
+        return self._lose(job, still_running(job))
 
     def lose_expired(self) -> int:
         """Requeue or fail, as `lose` does, the jobs whose leases have expired; return their number."""
         over = JobRow.lease_until < self._database.now()
         with self._database.read() as connection:
-            rows = connection.execute(_jobs(with_result=False).where(JobRow.status == "running", over))
-            expired = [_record(row) for row in rows]
-        return sum(self._lose(job, and_(_still(job), over)) for job in expired)
+            rows = connection.execute(job_rows(with_result=False).where(JobRow.status == "running", over))
+            expired = [record_of(row) for row in rows]
+        return sum(self._lose(job, and_(still_running(job), over)) for job in expired)
 
     def release_interrupted(self) -> int:
         """Requeue the jobs that an earlier server left running (SQLite has one server only); return their number."""
         with self._database.read() as connection:
-            running = connection.execute(_jobs(with_result=False).where(JobRow.status == "running"))
-            interrupted = [_record(row) for row in running]
+            running = connection.execute(job_rows(with_result=False).where(JobRow.status == "running"))
+            interrupted = [record_of(row) for row in running]
         return sum(self.release(job) for job in interrupted)
 
     def cancel(self, job_id: str) -> bool:
         """Cancel a job that waits or runs; return False where it does neither."""
         with self._database.write() as connection:
-            unfinished_job = and_(JobRow.id == job_id, JobRow.status.in_(_UNFINISHED))
+            unfinished_job = and_(JobRow.id == job_id, JobRow.status.in_(UNFINISHED))
             statement = (
                 update(JobRow).where(unfinished_job).values(status="cancelled", finished_at=self._database.now())
             )
@@ -294,7 +247,7 @@ class JobStore:
         if (connection.scalar(waits) or 0) >= self._limits.queued:
             raise TooManyJobsError("Too many jobs are waiting.", what_to_do="Try again later.")
         own_count = select(func.count()).select_from(JobRow)
-        own_count = own_count.where(JobRow.owner == owner, JobRow.status.in_(_UNFINISHED))
+        own_count = own_count.where(JobRow.owner == owner, JobRow.status.in_(UNFINISHED))
         most = self._limits.unfinished_per_owner
         if (connection.scalar(own_count) or 0) >= most:
             raise TooManyJobsError(f"{most} jobs of yours wait or run.", what_to_do="Wait for one of them to end.")
@@ -314,7 +267,7 @@ class JobStore:
         number = connection.scalar(claimed.returning(JobRow.number))
         if number is None:
             return None
-        job = _one(connection, _jobs(with_result=False).where(JobRow.number == number))
+        job = one_job(connection, job_rows(with_result=False).where(JobRow.number == number))
         assert job is not None, "it was claimed just now"
         self._announce(connection, job.number, job.id, "running")
         return job
@@ -336,9 +289,9 @@ class JobStore:
         is_server_fault = error is not None and error["status"] >= 500
         equal = and_(JobRow.fingerprint == job.fingerprint, JobRow.status == "queued")
         # Lock the row. Else a job that is cancelled now would not end, but the jobs that wait for its plan would.
-        if connection.scalar(select(JobRow.number).where(_still(job)).with_for_update()) is None:
+        if connection.scalar(select(JobRow.number).where(still_running(job)).with_for_update()) is None:
             return False
-        ending = update(JobRow).where(_still(job) if is_server_fault else or_(_still(job), equal))
+        ending = update(JobRow).where(still_running(job) if is_server_fault else or_(still_running(job), equal))
         ending = ending.values(
             status=status,
             error=None if error is None else json.dumps(error),
@@ -351,7 +304,7 @@ class JobStore:
         return any(row.number == job.number for row in ended)
 
     def _queue_again(self, connection: Connection, job: JobRecord, *, deaths: Any) -> bool:
-        statement = update(JobRow).where(_still(job))
+        statement = update(JobRow).where(still_running(job))
         statement = statement.values(status="queued", started_at=None, lease_until=None, deaths=JobRow.deaths + deaths)
         if connection.execute(statement).rowcount == 0:
             return False
@@ -368,33 +321,3 @@ def delete_jobs(connection: Connection, numbers: Sequence[int]) -> None:
     """Delete jobs and their events."""
     connection.execute(delete(EventRow).where(EventRow.job_number.in_(numbers)))
     connection.execute(delete(JobRow).where(JobRow.number.in_(numbers)))
-
-
-def _jobs(*, with_result: bool = True, with_request: bool = True) -> Select[Any]:
-    request = JobRow.request if with_request else literal("{}")
-    columns = [*(getattr(JobRow, name) for name in _COLUMNS), request.label("request_json")]
-    if not with_result:
-        return select(*columns, literal(None).label("result_json"))
-    # A job that has not succeeded has no result, even if an equal job of another owner has one.
-    same = and_(PlanRow.fingerprint == JobRow.fingerprint, JobRow.status == "succeeded")
-    return select(*columns, PlanRow.plan.label("result_json")).outerjoin(PlanRow, same)
-
-
-_COLUMNS = (
-    *("number", "id", "owner", "fingerprint", "kind", "status", "attempt"),
-    *("queued_at", "started_at", "finished_at", "label", "error"),
-)
-
-
-def _still(job: JobRecord) -> Any:
-    return and_(JobRow.number == job.number, JobRow.status == "running", JobRow.attempt == job.attempt)
-
-
-def _one(connection: Connection, statement: Select[Any]) -> JobRecord | None:
-    row = connection.execute(statement).one_or_none()
-    return None if row is None else _record(row)
-
-
-def _record(row: Row[Any]) -> JobRecord:
-    values = dict(row._mapping)
-    return JobRecord(error_json=values.pop("error"), **values)
