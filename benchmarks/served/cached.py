@@ -1,6 +1,6 @@
 """Throughput and latency of the service: cached plans, and 200 jobs submitted at once. Prints JSON.
 
-    python benchmarks/service.py [--seconds 10] [--jobs 200] [--database-url postgresql://...]
+    cd benchmarks && python -m served.cached [--seconds 10] [--jobs 200] [--database-url postgresql://...]
 
 The script starts a ``shardplan serve`` (with a database URL also a ``shardplan worker``). All clients run in the
 script's own process, and so use at most one core. First, clients request a cached plan again and again. Then 20 clients
@@ -70,9 +70,17 @@ class Seconds:
         return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+@dataclass(frozen=True)
+class Started:
+    """A server that listens."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def running_server(folder: Path, database_url: str | None, workers: int) -> Iterator[str]:
-    """Yield the URL of a server, with its workers, on a free port."""
+def running_server(folder: Path, database_url: str | None, workers: int) -> Iterator[Started]:
+    """Yield a server, with its workers, on a free port; its data are in ``folder / "data"``."""
     environment = {**os.environ, "SHARDPLAN_MAX_UNFINISHED_PER_TOKEN": "100"}
     if database_url is not None:
         environment["SHARDPLAN_DATABASE_URL"] = database_url
@@ -90,7 +98,7 @@ def running_server(folder: Path, database_url: str | None, workers: int) -> Iter
                     raise SystemExit(log.read_text())
                 time.sleep(0.1)
             first = next(line for line in log.read_text().splitlines() if '"listening"' in line)
-            yield json.loads(first)["url"]
+            yield Started(url=json.loads(first)["url"], pid=processes[0].pid)
         finally:
             for process in processes:
                 process.send_signal(signal.SIGTERM)
@@ -219,10 +227,10 @@ def main() -> int:
     expected = {"succeeded": solves, "failed": options.jobs - solves}
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_server(Path(folder), options.database_url, options.workers) as url,
+        running_server(Path(folder), options.database_url, options.workers) as server,
     ):
-        fast = cached(url, options.seconds)
-        stormy = asyncio.run(storm(url, options.jobs, solves))
+        fast = cached(server.url, options.seconds)
+        stormy = asyncio.run(storm(server.url, options.jobs, solves))
     met = {
         "requests_per_s": fast["requests_per_s"] >= TARGETS["requests_per_s"],
         "p99_ms": fast["p99_ms"] < TARGETS["p99_ms"],
