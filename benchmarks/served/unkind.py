@@ -2,8 +2,8 @@
 
     cd benchmarks && python -m served.unkind [--only a,b] [--seconds 30] [--workers 2]
 
-For each attack of `served.attacks` a server is started. One token attacks. Another reads its jobs every 50 ms, submits a
-small job half a second after the attack began, and follows it to its end; ``/healthz`` and ``/readyz`` are requested
+For each attack of `served.attacks` a server is started. One token attacks. Another reads its jobs every 50 ms, submits
+a small job half a second after the attack began, and follows it to its end; ``/healthz`` and ``/readyz`` are requested
 every 50 ms. An attack ends after ``--seconds`` at the latest. Then the attacker's jobs are cancelled, and the server
 rests for ``--rest`` seconds. All clients run in the script's own process; ``client_lag_ms`` is how long they kept each
 other waiting, which is part of every latency. Memory is resident, in MB of 1e6 bytes; what processes share is counted
@@ -113,8 +113,8 @@ def memory_mb(pid: int) -> tuple[float, float]:
 
 def create_token(name: str, data: Path) -> str:
     """Return a new token that may plan."""
-    command = [Path(sys.executable).with_name("shardplan"), "token", "create", name, "--scope", "plan"]
-    made = subprocess.run([*command, "--data-dir", data], check=True, capture_output=True, text=True)
+    command = [str(Path(sys.executable).with_name("shardplan")), "token", "create", name, "--scope", "plan"]
+    made = subprocess.run([*command, "--data-dir", str(data)], check=True, capture_output=True, text=True)
     return next(word for word in made.stdout.split() if word.startswith("sp_"))
 
 
