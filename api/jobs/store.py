@@ -3,6 +3,8 @@
 queued --claim--> running --succeed, fail--> succeeded, failed
 queued, running --cancel--> cancelled
 running --release--> queued (its worker stops); --lose--> queued (its worker died), the second time failed
+succeeded --add with refresh--> queued, where a time limit cut the result short; the result is kept, so that the job
+succeeds with it where the new search fails or is cancelled
 
 A claim increments the attempt's number and leases the job to a worker. A worker's result counts only while the job runs
 in that attempt. So a worker that wrongly counts as dead can neither end a job twice nor change how it ended.
@@ -20,6 +22,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     and_,
+    case,
     delete,
     exists,
     func,
@@ -34,6 +37,7 @@ from sqlalchemy.orm import aliased
 
 from api.jobs.database import Database
 from api.jobs.records.job import UNFINISHED, JobRecord, job_rows, one_job, record_of, still_running
+from api.jobs.records.results import is_better, is_cut_short
 from api.jobs.tables import EventRow, JobRow, PlanRow
 from api.requests.schemas import JOB_KINDS, JobKind, JobStatus
 from planner.errors import PlannerError
@@ -78,11 +82,14 @@ class JobStore:
         self._queued = queued
         self._limits = limits or Limits()
 
-    def add(self, fingerprint: str, request: dict[str, Any], *, owner: str = "", label: str = "") -> JobRecord:
+    def add(
+        self, fingerprint: str, request: dict[str, Any], *, owner: str = "", label: str = "", refresh: bool = False
+    ) -> JobRecord:
         """Return the owner's job of this fingerprint, which is queued if it is new or may be tried again.
 
-        A job that would be queued succeeds at once if an equal request of any owner has a result. The job's kind is the
-        ``kind`` in its request, "plan" where it has none. ``label`` is the job's text in lists.
+        A job that would be queued succeeds at once if an equal request of any owner has a result. With ``refresh`` it
+        is queued all the same where that result was cut short, and so is a job that has succeeded with it. The job's
+        kind is the ``kind`` in its request, "plan" where it has none. ``label`` is the job's text in lists.
 
         Raises:
             TooManyJobsError: the job would be queued, and a limit on the number of jobs is reached.
@@ -90,13 +97,12 @@ class JobStore:
         with self._database.write() as connection:
             own_job = and_(JobRow.owner == owner, JobRow.fingerprint == fingerprint)
             earlier_job = one_job(connection, job_rows().where(own_job))
-            if earlier_job is not None and not earlier_job.may_be_tried_again:
+            if earlier_job is not None and not earlier_job.runs_again(refresh=refresh):
                 return earlier_job
             # Lock the plan's row, so that housekeeping cannot delete it before the new job refers to it.
-            plan_query = (
-                select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
-            )
-            planned = connection.scalar(plan_query) is not None
+            plan_query = select(PlanRow.plan).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
+            plan_json = connection.scalar(plan_query)
+            planned = plan_json is not None and not (refresh and is_cut_short(json.loads(plan_json)))
             if not planned:
                 self._check_limits(connection, owner)
             now = self._database.now()
@@ -181,12 +187,19 @@ class JobStore:
             return bool(connection.scalar(select(exists().where(still_running(job)))))
 
     def succeed(self, job: JobRecord, result: Any) -> bool:
-        """End a claimed job, and waiting equal ones, with a result; return False where the job is not the caller's."""
+        """End a claimed job, and waiting equal ones, with a result; return False where the job is not the caller's.
+
+        An earlier result of the same request is replaced, for all owners, if the new one is better.
+        """
         with self._database.write() as connection:
             if not self._end(connection, job, "succeeded", None):
                 return False
-            row = {"fingerprint": job.fingerprint, "plan": json.dumps(result), "made_at": self._database.now()}
-            connection.execute(self._database.insert_new(PlanRow, **row))
+            values = {"plan": json.dumps(result), "made_at": self._database.now()}
+            connection.execute(self._database.insert_new(PlanRow, fingerprint=job.fingerprint, **values))
+            own_result = PlanRow.fingerprint == job.fingerprint
+            stored = connection.scalar(select(PlanRow.plan).where(own_result).with_for_update())
+            if stored is not None and is_better(result, json.loads(stored)):
+                connection.execute(update(PlanRow).where(own_result).values(**values))
             return True
 
     def fail(self, job: JobRecord, error: dict[str, Any]) -> bool:
@@ -219,16 +232,18 @@ class JobStore:
         return sum(self.release(job) for job in interrupted)
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel a job that waits or runs; return False where it does neither."""
+        """Cancel a job that waits or runs; return False where it does neither.
+
+        A job that was searched again has then succeeded with its earlier result.
+        """
         with self._database.write() as connection:
             unfinished_job = and_(JobRow.id == job_id, JobRow.status.in_(UNFINISHED))
-            statement = (
-                update(JobRow).where(unfinished_job).values(status="cancelled", finished_at=self._database.now())
-            )
-            number = connection.scalar(statement.returning(JobRow.number))
-            if number is not None:
-                self._announce(connection, number, job_id, "cancelled")
-            return number is not None
+            ending = {"status": _or_succeeded("cancelled"), "finished_at": self._database.now()}
+            statement = update(JobRow).where(unfinished_job).values(**ending)
+            ended = connection.execute(statement.returning(JobRow.number, JobRow.status)).one_or_none()
+            if ended is not None:
+                self._announce(connection, ended.number, job_id, ended.status)
+            return ended is not None
 
     def waiting(self) -> Sequence[str]:
         """Return the ids of the waiting jobs, the one that has waited longest first."""
@@ -284,7 +299,8 @@ class JobStore:
     def _end(self, connection: Connection, job: JobRecord, status: JobStatus, error: dict[str, Any] | None) -> bool:
         """End a claimed job; return False where it is not the caller's.
 
-        Waiting jobs with the same fingerprint, of other owners, end the same way, unless the server was at fault.
+        Waiting jobs with the same fingerprint, of other owners, end the same way, unless the server was at fault. Those
+        that have an earlier result succeed with it.
         """
         is_server_fault = error is not None and error["status"] >= 500
         equal = and_(JobRow.fingerprint == job.fingerprint, JobRow.status == "queued")
@@ -293,14 +309,14 @@ class JobStore:
             return False
         ending = update(JobRow).where(still_running(job) if is_server_fault else or_(still_running(job), equal))
         ending = ending.values(
-            status=status,
+            status=_or_succeeded(status),
             error=None if error is None else json.dumps(error),
             finished_at=self._database.now(),
             lease_until=None,
         )
-        ended = connection.execute(ending.returning(JobRow.number, JobRow.id)).all()
+        ended = connection.execute(ending.returning(JobRow.number, JobRow.id, JobRow.status)).all()
         for row in ended:
-            self._announce(connection, row.number, row.id, status)
+            self._announce(connection, row.number, row.id, row.status)
         return any(row.number == job.number for row in ended)
 
     def _queue_again(self, connection: Connection, job: JobRecord, *, deaths: Any) -> bool:
@@ -315,6 +331,12 @@ class JobStore:
         connection.execute(insert(EventRow).values(job_number=number, data=json.dumps({"stage": status})))
         if status == "queued" and self._queued is not None:
             self._queued(connection, job_id)
+
+
+def _or_succeeded(status: JobStatus) -> ColumnElement[str]:
+    """Return the status with which a job ends that would end with ``status``: one with a result keeps that."""
+    planned = exists().where(PlanRow.fingerprint == JobRow.fingerprint)
+    return case((planned, "succeeded"), else_=status)
 
 
 def delete_jobs(connection: Connection, numbers: Sequence[int]) -> None:

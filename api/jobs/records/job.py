@@ -69,12 +69,12 @@ class JobRecord:
     @property
     def is_cut_short(self) -> bool:
         """Whether the job has succeeded with a result that a longer search may improve."""
-        return self.status == "succeeded" and result_is_cut_short(self.result_json)
+        is_succeeded = self.status == "succeeded" and self.result_json is not None
+        return is_succeeded and is_cut_short(json.loads(self.result_json or ""))
 
-
-def result_is_cut_short(result_json: str | None) -> bool:
-    """Return whether a stored result is one that a time limit cut short; False where there is none."""
-    return result_json is not None and is_cut_short(json.loads(result_json))
+    def runs_again(self, *, refresh: bool) -> bool:
+        """Return whether an equal request, which may ask for a better result, runs the job again."""
+        return self.may_be_tried_again or (refresh and self.is_cut_short)
 
 
 def job_rows(*, with_result: bool = True, with_request: bool = True) -> Select[Any]:
