@@ -192,12 +192,12 @@ def reported(as_json: bool) -> Iterator[None]:
 
     The message goes to standard error; with ``--json``, problem details go to standard output as well.
     """
-    from api.requests.errors import UserError, exit_code_of, problem_of
+    from api.requests.errors import UserError, error_data, exit_code_of
 
     try:
         yield
     except UserError as error:
         if as_json:
-            typer.echo(json.dumps({"error": problem_of(error)}, indent=2))
+            typer.echo(json.dumps({"error": error_data(error)}, indent=2))
         typer.echo(f"shardplan: {error}", err=True)
         raise typer.Exit(exit_code_of(error)) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from api.requests.client_texts import for_client
 from cost_model.hardware.cluster import ClusterError
 from cost_model.layouts.errors import LayoutError
 from planner.errors import PlannerError
@@ -27,7 +28,19 @@ def exit_code_of(error: Exception) -> int:
 
 
 def problem_of(error: Exception) -> dict[str, Any]:
-    """Return ``error`` as problem details; its attributes (``least_bytes``, ``field``, ...) become further members."""
+    """Return ``error`` as problem details for a client, whose texts name fields of requests.
+
+    The error's attributes (``least_bytes``, ``field``, ...) become further members.
+    """
+    problem = error_data(error)
+    texts: dict[str, Any] = {name: for_client(problem[name]) for name in ("detail", "what_to_do") if name in problem}
+    if "errors" in problem:
+        texts["errors"] = [{**fault, "what": for_client(fault["what"])} for fault in problem["errors"]]
+    return {**problem, **texts}
+
+
+def error_data(error: Exception) -> dict[str, Any]:
+    """Return ``error`` as problem details for the command line, whose texts name its options."""
     if isinstance(error, PlannerError):
         data = {
             key: value

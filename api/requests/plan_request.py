@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from api.requests.faults import check_all
 from api.requests.model_configs import find_config
 from api.requests.schemas import PlanRequest
 from api.requests.traced_graphs import check_graph, graph_identity, load_graph
@@ -51,7 +53,8 @@ def plan_request(
     Args:
         allow_local: whether the request may name files and Python functions of this machine; False for a client's.
         progress: called with each event of planning.
-        time_limit_s: seconds for the search, which then returns its incumbent; None: no limit.
+        time_limit_s: most seconds for the search, which then returns its incumbent; the request may allow fewer. None:
+            no limit.
         jobs: search tasks that run concurrently; see `planner.build_plan`.
 
     Raises:
@@ -65,7 +68,7 @@ def plan_request(
 
         plan = plan_of_spec(
             context.model,
-            dataclasses.replace(context.spec, time_limit_s=time_limit_s, jobs=jobs),
+            context.searched(time_limit_s, jobs),
             example_inputs=context.example_inputs,
             tp_plan=context.tp_plan,
             progress=context.progress,
@@ -99,12 +102,17 @@ class OpenedRequest:
     name: str | None = None
     shares_time: bool = False
 
+    def searched(self, time_limit_s: float | None, jobs: int) -> JobSpec:
+        """Return the request's job, whose search takes at most ``time_limit_s`` and the request's own time limit."""
+        limits = [limit for limit in (time_limit_s, self.spec.time_limit_s) if limit is not None]
+        return dataclasses.replace(self.spec, time_limit_s=min(limits, default=None), jobs=jobs)
+
     def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
         """Return the planning session of the request.
 
         Args:
-            time_limit_s: seconds for each search (or for all: ``shares_time``), which then returns its incumbent; None:
-                no limit.
+            time_limit_s: most seconds for each search (or for all: ``shares_time``), which then returns its incumbent;
+                the request may allow fewer. None: no limit.
             jobs: search tasks that run concurrently.
         """
         from api.requests.shared_time import SharedTimeSession
@@ -113,7 +121,7 @@ class OpenedRequest:
         kind = SharedTimeSession if self.shares_time else PlanningSession
         return kind(
             self.model,
-            spec=dataclasses.replace(self.spec, time_limit_s=time_limit_s, jobs=jobs),
+            spec=self.searched(time_limit_s, jobs),
             example_inputs=self.example_inputs,
             tp_plan=self.tp_plan,
             progress=self.progress,
@@ -145,9 +153,8 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
     report(BUILDING_MODEL)
     source = load_model(request.model_spec, batch=spec.batch, seq=spec.seq, allow_local=allow_local)
     if source.example_inputs is None:
-        _require(spec, "batch")
-        if source.takes_seq:
-            _require(spec, "seq")
+        needed = ("batch", "seq") if source.takes_seq else ("batch",)
+        _require_none([name for name in needed if getattr(spec, name) is None])
     return OpenedRequest(
         model=source.module,
         cluster=cluster,
@@ -221,26 +228,66 @@ def explained(
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     """Check all that can be checked in milliseconds, so that most mistakes are reported before a job is queued.
 
-    Mistakes in the cluster, the model and the job are found before torch is imported.
+    Mistakes in the cluster, the model and the job are found before torch is imported, and are reported together.
 
     Raises:
         PlannerError, ClusterError, LayoutError: as ``plan_request`` would.
     """
+    check_all(
+        functools.partial(read_cluster, request, allow_local=allow_local),
+        functools.partial(_check_model, request, allow_local=allow_local),
+        functools.partial(_check_job, request),
+        functools.partial(_check_mesh, request, allow_local=allow_local),
+    )
+    check_all(
+        functools.partial(_check_techniques, request, allow_local=allow_local),
+        functools.partial(_check_graph, request),
+    )
+
+
+def _check_model(request: PlanRequest, *, allow_local: bool) -> None:
+    """Raise an error where there is no such model, or the request lacks what its example inputs are made from."""
+    config = None if request.graph is not None else find_config(request.model_spec, allow_local=allow_local)
+    if config is None:  # a graph and a factory have example inputs, or say later what they lack
+        return
+    missing = [name for name in ("batch", "seq") if getattr(request, name) is None]
+    if "seq" in missing:
+        from api.requests.model_registry import full_config  # imports torch
+
+        takes_seq = full_config(config)[1]
+        missing = [name for name in missing if takes_seq or name != "seq"]
+    _require_none(missing)
+
+
+def _check_job(request: PlanRequest) -> None:
     from planner.plan.job import job_of
+
+    spec = request.spec
+    job_of(spec, batch=spec.batch, flash_attention=None)
+
+
+def _check_techniques(request: PlanRequest, *, allow_local: bool) -> None:
     from planner.plan.techniques import check_techniques
 
     spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
-    if request.graph is None:
-        find_config(request.model_spec, allow_local=allow_local)
     check_techniques(spec.techniques, executable_only=spec.executable_only, device=cluster.device, dtype=spec.dtype)
-    job_of(spec, batch=spec.batch, flash_attention=None)
+
+
+def _check_mesh(request: PlanRequest, *, allow_local: bool) -> None:
+    mesh: str | None = getattr(request, "mesh")  # noqa: B009 - a field of `JobSpec`
+    if mesh is None:
+        return
+    from cost_model.layouts.layout import MeshSpec
+    from planner.plan.checks import check_mesh
+
+    parsed = MeshSpec.parse(mesh)
+    with contextlib.suppress(ClusterError):  # which is a fault of its own
+        check_mesh(parsed, read_cluster(request, allow_local=allow_local))
+
+
+def _check_graph(request: PlanRequest) -> None:
     if request.graph is not None:
         check_graph(request, request.graph)
-    if spec.mesh is not None:
-        from cost_model.layouts.layout import MeshSpec
-        from planner.plan.checks import check_mesh
-
-        check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
 
 
 def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
@@ -304,9 +351,11 @@ def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | No
     )
 
 
-def _require(spec: JobSpec, field: str) -> None:
-    if getattr(spec, field) is None:
-        raise JobError(f"{field} is missing.", what_to_do=f"Give --{field} (over HTTP: {field}).", field=field)
+def _require_none(missing: Sequence[str]) -> None:
+    """Raise a `JobError` that names the fields that are missing; do nothing if there are none."""
+    if missing:
+        detail = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing."
+        raise JobError(detail, what_to_do=f"Give {' and '.join(f'--{name}' for name in missing)}.", field=missing[0])
 
 
 @functools.cache

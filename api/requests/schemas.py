@@ -77,7 +77,7 @@ class _PlanRequest(TechniqueFlags, _Request):
     @property
     def spec(self) -> JobSpec:
         """The request's job: all fields but the model. A model with fused projections makes them a technique."""
-        values = {item.name: getattr(self, item.name) for item in spec_fields() if item.option.in_requests}
+        values = {item.name: getattr(self, item.name) for item in _fields_of_requests()}
         if asks_for_fused_projections(None if isinstance(self.model, TracedGraph) else self.model_spec):
             values["techniques"] = (*values["techniques"], "fused-projections")
         return JobSpec(**values)
@@ -103,13 +103,23 @@ class _PlanRequest(TechniqueFlags, _Request):
         return self.model.graph if isinstance(self.model, TracedGraph) else None
 
 
+def _fields_of_requests() -> list[SpecField]:
+    """Return the fields of `JobSpec` that a request has. The command line's own time limit is no part of a request."""
+    return [item for item in spec_fields() if item.option.in_requests or item.name == "time_limit_s"]
+
+
 def _limited(type_: Any, limits: Mapping[str, Any]) -> Any:
     """Return ``type_`` with pydantic's constraints on its value, which may also be None."""
     if not limits:
         return type_
     kinds = get_args(type_) if get_origin(type_) in {Union, UnionType} else (type_,)
-    limited = [Annotated[kind, Field(**limits)] if kind in {int, float, str} else kind for kind in kinds]
-    return functools.reduce(operator.or_, limited)
+    return functools.reduce(operator.or_, [_constrained(kind, limits) for kind in kinds])
+
+
+def _constrained(kind: Any, limits: Mapping[str, Any]) -> Any:
+    """Return ``kind`` with pydantic's constraints; numbers are finite."""
+    finite = {"allow_inf_nan": False} if kind is float else {}
+    return Annotated[kind, Field(**{**limits, **finite})] if kind in {int, float, str} else kind
 
 
 def _request_field(item: SpecField) -> tuple[Any, Any]:
@@ -134,7 +144,7 @@ else:
         "PlanRequest",
         __base__=_PlanRequest,
         __doc__=_PlanRequest.__doc__,
-        **{item.name: _request_field(item) for item in spec_fields() if item.option.in_requests},
+        **{item.name: _request_field(item) for item in _fields_of_requests()},
     )
 
 
