@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from sqlalchemy import Connection, Row, Select, and_, literal, select
 
-from api.jobs.records.results import is_cut_short
+from api.jobs.records.results import CUT_SHORT_MARKS, is_cut_short
 from api.jobs.tables import JobRow, PlanRow
 from api.requests.schemas import JobKind, JobStatus
 
@@ -69,8 +69,9 @@ class JobRecord:
     @property
     def is_cut_short(self) -> bool:
         """Whether the job has succeeded with a result that a longer search may improve."""
-        is_succeeded = self.status == "succeeded" and self.result_json is not None
-        return is_succeeded and is_cut_short(json.loads(self.result_json or ""))
+        text = self.result_json or ""
+        is_marked = self.status == "succeeded" and any(mark in text for mark in CUT_SHORT_MARKS)
+        return is_marked and is_cut_short(json.loads(text))  # a result of megabytes is parsed only if it is needed
 
     def runs_again(self, *, refresh: bool) -> bool:
         """Return whether an equal request, which may ask for a better result, runs the job again."""

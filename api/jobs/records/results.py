@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 _CUT_SHORT = "time-limit"
+CUT_SHORT_MARKS = (f'"{_CUT_SHORT}"', '"fits": null')
+"""The JSON text of each result that was cut short has one of these, and few others do."""
 
 
 def is_cut_short(result: Any) -> bool:
