@@ -1,6 +1,7 @@
 """An in-memory cache of responses to plan requests, by owner and by the exact bytes of the request.
 
-The response of a job that has succeeded never changes, so it is served for a minute without a database query.
+The response of a job that has succeeded is served for a minute without a database query. It never changes, as only
+results that a time limit cut short are searched again (``refresh``), and those are not cached.
 """
 
 from __future__ import annotations

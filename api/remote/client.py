@@ -52,11 +52,13 @@ class RemoteShardingPlanner(ShardingPlanner):
         timeout_s: seconds for all requests of a plan together; None: no limit.
         retries: how often a request is repeated when the server is unreachable or busy.
         progress: called with each event of planning, here and at the server.
+        refresh: whether the server searches again where a time limit cut the search of an earlier result short.
         transport: httpx transport of the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
-            reduce_dtype, planner, pins, data_axes, axes, executable_only, tolerance, headroom, techniques. With the
-            techniques "auto", a module that is traced here gets zigzag and reallgather only where they pay: fused ops
-            and projections are in its graph, so they have to be named.
+            reduce_dtype, planner, pins, data_axes, axes, executable_only, tolerance, headroom, time_limit_s (seconds
+            for the search, at most the server's limit), techniques. With the techniques "auto", a module that is traced
+            here gets zigzag and reallgather only where they pay: fused ops and projections are in its graph, so they
+            have to be named.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         timeout_s: float | None = None,
         retries: int = 6,
         progress: Progress | None = None,
+        refresh: bool = False,
         transport: httpx2.BaseTransport | None = None,
         **options: Any,
     ) -> None:
@@ -86,6 +89,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         self._timeout_s = timeout_s
         self._retries = retries
         self._progress = progress
+        self._refresh = refresh
         self._transport = transport
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
@@ -172,7 +176,8 @@ class RemoteShardingPlanner(ShardingPlanner):
         ) as server:
             self._report(ASKING_SERVER)
             key = {"Idempotency-Key": str(uuid.uuid4())}
-            job = server.ask("POST", path, headers=key, json=request)
+            again = {"params": {"refresh": "true"}} if self._refresh else {}
+            job = server.ask("POST", path, headers=key, json=request, **again)
             job = self._until_ended(server, f"{path}/{job['id']}", job)
         if job["status"] != "succeeded":
             raise error_from_problem(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])

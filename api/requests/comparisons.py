@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from api.requests.comparison_options import NOT_OF_COMPARISONS, OF_BATCHES, check_techniques
 from api.requests.plan_request import check_request, digest_of, fingerprint, read_cluster
-from api.requests.schemas import JobStatus, PlanRequest, Problem
+from api.requests.schemas import JobAnswer, PlanRequest, Problem
 from planner.errors import JobError
 
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -113,12 +113,10 @@ class ComparedPlan(BaseModel):
     plan: dict[str, Any] | None
 
 
-class ComparisonJob(BaseModel):
+class ComparisonJob(JobAnswer):
     """A comparison with its status, and its rows in ``result``."""
 
-    id: str
     kind: Literal["alternatives", "pareto", "sweep", "batches"]
-    status: JobStatus
     result: list[ComparedPlan] | None = None
     error: Problem | None = None
 

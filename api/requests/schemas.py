@@ -159,12 +159,23 @@ class Problem(BaseModel):
     detail: str = ""
 
 
-class PlanJob(BaseModel):
-    """A request with its status and result. ``plan`` follows the published ``planner/plan/plan.schema.json``."""
+class JobAnswer(BaseModel):
+    """A request with its status; its result is in a member of its own.
+
+    A job that waits has a ``position``, 1 for the one that runs next, and where known the seconds until it runs. A job
+    that is searched again has its earlier result while it waits and runs.
+    """
 
     id: str
-    kind: Literal["plan"] = "plan"
     status: JobStatus
+    position: int | None = None
+    expected_wait_s: float | None = None
+
+
+class PlanJob(JobAnswer):
+    """A request with its status and result. ``plan`` follows the published ``planner/plan/plan.schema.json``."""
+
+    kind: Literal["plan"] = "plan"
     plan: dict[str, Any] | None = None
     error: Problem | None = None
 
