@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.frameworks.check import Check, check
-from api.frameworks.registry import framework_of
 from api.requests.model_configs import find_config
 from api.requests.plan_request import digest_of, read_client_cluster
 from api.requests.schemas import HuggingFaceModel, JobStatus, Problem
 from planner.progress import Progress
+
+if TYPE_CHECKING:
+    from api.frameworks.check import Check
 
 _MOST_CHARACTERS = 100_000
 _COUNT = Field(default=None, strict=True, ge=1, le=2**31)
@@ -42,6 +43,8 @@ class CheckRequest(BaseModel):
 
     def checked(self, progress: Progress | None = None) -> Check:
         """Return what is found; see `api.frameworks.check.check`."""
+        from api.frameworks.check import check  # imports torch, which a server that has the schemas need not
+
         return check(
             self.model_spec,
             self.configuration,
@@ -71,6 +74,8 @@ def check_check(request: CheckRequest) -> None:
     Raises:
         PlannerError, ClusterError: one of them cannot; the message says why.
     """
+    from api.frameworks.registry import framework_of  # imports torch
+
     find_config(request.model_spec, allow_local=False)
     read_client_cluster(request.cluster)
     framework_of(request.framework, request.configuration)

@@ -83,8 +83,7 @@ class Guard:
         if await self._is_open():
             self._check_host(request)
             return NOBODY
-        kind, _, text = request.headers.get("authorization", "").partition(" ")
-        grant = await run_in_threadpool(self._tokens.find, text.strip()) if kind.lower() == "bearer" else None
+        grant = await self._grant(request)
         if grant is None:
             self._metrics.refused("token")
             challenge = {"WWW-Authenticate": 'Bearer realm="shardplan"'}
@@ -98,6 +97,15 @@ class Guard:
             self._metrics.refused("scope")
             raise HTTPException(403, f"This token has the scope {caller.scope}; this needs {scope}.")
         return caller
+
+    async def still_knows(self, request: Request) -> bool:
+        """Return whether a request that was let in would be now: its token was not revoked, or there is still none."""
+        return await self._is_open() or await self._grant(request) is not None
+
+    async def _grant(self, request: Request) -> tuple[str, Scope] | None:
+        """Return id and scope of the token that a request gives; None where it gives no valid one."""
+        kind, _, text = request.headers.get("authorization", "").partition(" ")
+        return await run_in_threadpool(self._tokens.find, text.strip()) if kind.lower() == "bearer" else None
 
     async def _is_open(self) -> bool:
         """Return whether no token exists; query the database at most once a second, and no more once a token exists."""

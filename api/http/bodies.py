@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -12,18 +13,37 @@ from api.http.problems import MalformedBodyError
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _REFERENCE = "#/components/schemas/{model}"
+_BODY_S = 30.0
+"""Seconds that a whole body may take to come; the largest has a megabyte."""
 
 
 async def read_body(request: Request) -> bytes:
     """Return the body of a request whose content type is JSON.
 
     Raises:
-        HTTPException: 415 for another type. An HTML form of another site cannot send JSON, so this prevents CSRF.
+        HTTPException: 415 for another type. An HTML form of another site cannot send JSON, so this prevents CSRF. 408
+            where the body does not come in time.
+        ClientDisconnect: the client left before all of it came.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
-    return await request.body()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.body()
+    except TimeoutError as error:
+        detail = f"The body did not come within {_BODY_S:g} s."
+        raise HTTPException(408, detail, headers={"Connection": "close"}) from error
+
+
+def as_text(body: bytes) -> str:
+    """Return ``body`` as a text for `read_text`, whatever its bytes are."""
+    return body.decode(errors="surrogateescape")
+
+
+def read_text(model: type[_Body], text: str) -> _Body:
+    """Return a text of `as_text` as a ``model``; errors are those of `parse`."""
+    return parse(model, text.encode(errors="surrogateescape"))
 
 
 def parse(model: type[_Body], body: bytes) -> _Body:

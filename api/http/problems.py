@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from api.jobs.database import UNREACHABLE
 from api.requests.errors import MEDIA_TYPE, UserError, problem_of
@@ -22,6 +23,7 @@ _TITLES = {
     403: "Not allowed",
     404: "Not found",
     405: "Method not allowed",
+    408: "The body did not come",
     409: "Too late",
     413: "Too large",
     415: "Not JSON",
@@ -30,6 +32,8 @@ _TITLES = {
     503: "Busy",
 }
 _RETRY_S = {429: "5", 503: "5"}
+_CLIENT_LEFT = 499
+"""The status in log and metrics of a request whose client left before all of it came: nobody gets the answer."""
 
 
 class MalformedBodyError(Exception):
@@ -62,9 +66,10 @@ class ProblemError(Exception):
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of a route's error responses: ``statuses``, and 401, 403, 429 and 503."""
+    """Return the OpenAPI entries of a route's errors: ``statuses``, 401, 403, 429, 503, and 408 if it reads a body."""
     described = {"model": Problem, "content": {MEDIA_TYPE: {}}}
-    return {status: {**described, "description": _TITLES[status]} for status in sorted({*statuses, 401, 403, 429, 503})}
+    every = {*statuses, 401, 403, 429, 503, *((408,) if 413 in statuses else ())}
+    return {status: {**described, "description": _TITLES[status]} for status in sorted(every)}
 
 
 def add_problem_handlers(app: FastAPI) -> None:
@@ -95,6 +100,9 @@ def add_problem_handlers(app: FastAPI) -> None:
         detail = "The database does not answer, or has no room; nothing was accepted."
         return _answer({"title": _TITLES[503], "status": 503, "detail": detail})
 
+    async def left(_: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
     async def our_error(request: Request, error: Exception) -> Response:
         structlog.get_logger().error("request failed", path=request.url.path[:200], exc_info=error)
         return _answer(problem_of(error))
@@ -107,6 +115,7 @@ def add_problem_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, user_error)
     for away in UNREACHABLE:
         app.add_exception_handler(away, unreachable)
+    app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(Exception, our_error)
 
 

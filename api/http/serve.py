@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,13 +21,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.http.app import create_app
+from api.http.work.pool import FUNCTION
 from api.jobs.logs import configure_logs
 from api.jobs.settings import ServerSettings, read_settings
-from api.jobs.startup import open_database
+from api.jobs.solver_process import preload
+from api.jobs.startup import make_folder, open_database
 from api.jobs.tokens import TokenStore
 from planner.errors import PlannerError
 
-_GRACE_S = 10
+_GRACE_S = 8
+_STOP_S = 13.0
+"""Seconds after a stop signal at which the process ends, whatever hangs: a database that answers nothing, a job."""
 _KEEP_ALIVE_S = 75
 """Seconds that idle connections stay open: longer than clients keep them, so that no client reuses a closed one."""
 
@@ -39,15 +46,16 @@ def serve(options: dict[str, Any]) -> None:
     """Serve until SIGTERM or SIGINT. ``options`` that are None are read as `read_settings` does.
 
     Raises:
-        JobError: an option, an environment variable or the settings file is invalid.
+        JobError: an option, an environment variable or the settings file is invalid, or the database cannot be used.
         ServeError: the address or the data directory is in use, or other machines reach the address and no token
             exists.
     """
     settings = read_settings(options)
     configure_logs()
+    preload(FUNCTION.partition(":")[0])
     alone = nullcontext() if settings.database_url is not None else _only_server(settings.data_dir)
     with alone, _listening(settings.host, settings.port) as listener:
-        _check_open(settings)
+        _check_database(settings)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         structlog.get_logger().info("listening", url=url, docs=f"{url}/docs", data_dir=str(settings.data_dir))
@@ -66,26 +74,33 @@ def serve(options: dict[str, Any]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ends the open event streams when it stops, instead of waiting for them."""
+    """A uvicorn server that ends the open event streams when it stops, and the process where that takes too long."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
+        self._last_resort = threading.Thread(target=_end_process, name="shardplan-last-resort", daemon=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = getattr(self._app.state, "service", None)
         if service is not None:
             service.stopping.set()
+        if self._last_resort.ident is None:
+            self._last_resort.start()
         super().handle_exit(sig, frame)
 
 
-def _check_open(settings: ServerSettings) -> None:
-    """Raise a `ServeError` if other machines can reach the address while no token exists."""
-    if settings.host == "localhost" or _is_loopback(settings.host):
-        return
+def _end_process() -> None:
+    time.sleep(_STOP_S)
+    structlog.get_logger().error("not stopped in time", seconds=_STOP_S)
+    os._exit(1)
+
+
+def _check_database(settings: ServerSettings) -> None:
+    """Raise a `JobError` if the database cannot be used, a `ServeError` if others can reach a server without tokens."""
     database = open_database(settings)
     try:
-        if TokenStore(database).any():
+        if settings.host == "localhost" or _is_loopback(settings.host) or TokenStore(database).any():
             return
     finally:
         database.close()
@@ -116,8 +131,14 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 @contextmanager
 def _only_server(data_dir: Path) -> Iterator[None]:
     """Lock the data directory during the block: a second server would requeue this server's running jobs."""
-    data_dir.mkdir(parents=True, exist_ok=True)
-    with (data_dir / "lock").open("w") as lock:
+    make_folder(data_dir)
+    file = data_dir / "lock"
+    try:
+        lock = os.fdopen(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600), "w")
+    except OSError as error:
+        advice = "Give another --data-dir, or the right to write there."
+        raise ServeError(f"{file} cannot be written: {error.strerror}.", what_to_do=advice) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

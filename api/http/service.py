@@ -9,8 +9,8 @@ from fastapi import Request
 
 from api.http.auth import Guard, RateLimit
 from api.http.idempotency import IdempotencyKeys
-from api.http.large_bodies import LargeBodies
 from api.http.response_cache import Answers
+from api.http.work.pool import WorkPool
 from api.jobs.database import Database
 from api.jobs.embedded_workers import JobRunner
 from api.jobs.events import OpenStreams
@@ -31,6 +31,7 @@ class Service:
         runner: the embedded workers; None with PostgreSQL, where ``shardplan worker`` processes plan.
         calls: the queue that wakes these processes; None with SQLite.
         keeper: the thread of periodic duties.
+        work: the processes that read requests and draw plans.
         stopping: set when the server starts to shut down.
     """
 
@@ -45,12 +46,13 @@ class Service:
     calls: CallQueue | None
     keeper: Housekeeper
     streams: OpenStreams
-    large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    work: WorkPool
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
         """Stop the embedded workers, which requeue their running jobs, and close the database."""
         self.keeper.stop()
+        self.work.stop()
         if self.runner is not None:
             self.runner.stop()
         if self.calls is not None:
@@ -80,8 +82,11 @@ def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
         lease_s=settings.lease_s,
         keep_days=settings.keep_days,
         most_kept=settings.max_kept_per_token,
+        most_bytes=settings.max_kept_bytes_per_token,
     )
     keeper.start()
+    work = WorkPool()
+    work.start()
     rate = RateLimit(per_s=settings.requests_per_s, burst=settings.requests_burst)
     return Service(
         settings=settings,
@@ -95,6 +100,7 @@ def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
         calls=calls,
         keeper=keeper,
         streams=OpenStreams(settings.max_streams),
+        work=work,
     )
 
 

@@ -39,13 +39,18 @@ class SolverProcess:
         self._niceness = niceness
         self._process: multiprocessing.process.BaseProcess | None = None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self._process is not None and self._process.is_alive()
+
     def start(self) -> None:
         """Start the process, unless it is alive.
 
         Raises:
             OSError: the machine cannot start a process.
         """
-        if self._process is not None and self._process.is_alive():
+        if self.is_alive:
             return
         self.end()
         self._pipe, worker_pipe = _context.Pipe()

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.requests.model_configs import find_config
 from api.requests.plan_request import digest_of, read_client_cluster
-from api.requests.schemas import HuggingFaceModel, JobStatus, Problem
+from api.requests.schemas import HuggingFaceModel, JobAnswer, Problem
 from planner.errors import JobError, PlanError
-from planner.plan.sharding_plan import ShardingPlan
 
 
 class ExplanationRequest(BaseModel):
@@ -74,12 +73,10 @@ class ExplainedParameter(BaseModel):
     alternatives: list[PricedLayout]
 
 
-class ExplanationJob(BaseModel):
+class ExplanationJob(JobAnswer):
     """A request to explain a parameter, with its status and result."""
 
-    id: str
     kind: Literal["explanation"]
-    status: JobStatus
     result: ExplainedParameter | None = None
     error: Problem | None = None
 
@@ -90,6 +87,8 @@ def check_explanation(request: ExplanationRequest) -> None:
     Raises:
         PlannerError, ClusterError: the plan or the model cannot be read; the message says why.
     """
+    from planner.plan.sharding_plan import ShardingPlan  # imports torch, which a server that has the schemas need not
+
     plan = ShardingPlan.from_dict(request.plan_document)
     plan.check_priced()
     if not plan.cluster:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ class Server(Running):
     url: str
 
     def children(self) -> list[Child]:
-        """Return the processes that it has started."""
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}").parent.glob("*/children")
-        return [Child(int(pid)) for file in pids for pid in file.read_text().split()]
+        """Return the processes that it has started, and those that these have started."""
+        return [Child(process.pid) for process in psutil.Process(self.process.pid).children(recursive=True)]
 
     def until_ended(self, job_id: str, timeout_s: float = 300.0) -> dict[str, Any]:
         """Return the job once it has ended."""

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from api.http.auth import Caller
-from api.http.bodies import parse
-from api.http.routes.job_routes import CheckedRequest, JobCollection, job_router, label_of
-from api.http.service import Service
-from api.requests.comparisons import (
-    ComparisonJob,
-    ComparisonRequest,
-    check_comparison,
-    comparison_fingerprint,
-)
-
-
-def _checked(service: Service, caller: Caller, body: bytes) -> CheckedRequest:
-    comparison = parse(ComparisonRequest, body).root
-    check_comparison(comparison)
-    return CheckedRequest(
-        fingerprint=comparison_fingerprint(comparison),
-        request=comparison.model_dump(mode="json"),
-        label=f"{comparison.kind}: {label_of(comparison.request)}",
-    )
-
+from api.http.routes.job_routes import JobCollection, job_router
+from api.requests.comparisons import ComparisonJob, ComparisonRequest
 
 router = job_router(
     JobCollection(
@@ -31,6 +12,6 @@ router = job_router(
         body=ComparisonRequest,
         answer=ComparisonJob,
         result="result",
-        checked=_checked,
+        function="comparison request",
     )
 )

@@ -16,26 +16,19 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import Caller, needs
-from api.http.bodies import describes, read_body
+from api.http.bodies import as_text, describes, read_body
 from api.http.problems import problem_responses
 from api.http.routes.events import EVENTS, event_stream
+from api.http.routes.waiting import Wait, until_ended
 from api.http.service import Service, service_of
+from api.jobs.records.places import Place, place_of
 from api.jobs.store import JobRecord
-from api.requests.schemas import JobKind, JobPage, JobStatus, JobSummary, PlanRequest
+from api.requests.schemas import JobKind, JobPage, JobStatus, JobSummary
 
 Reader = Annotated[Caller, Depends(needs("read"))]
 Planner = Annotated[Caller, Depends(needs("plan"))]
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
 _MOST_NUMBER = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """A request that can be queued: its hash, its JSON data, and its text in lists."""
-
-    fingerprint: str
-    request: dict[str, Any]
-    label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +41,9 @@ class JobCollection:
         body: schema of the request body.
         answer: schema of a job.
         result: member of the answer that has the result.
-        checked: returns the request in a body, checked; raises what a client has to correct.
+        function: name of the function of `api.http.work.functions` that checks a body. It returns the ``fingerprint``,
+            the ``request`` as JSON data and the ``label`` in lists; it refuses what a client has to correct.
+        plans: returns the plans that a body names, for the function; None: it names none.
     """
 
     path: str
@@ -56,7 +51,8 @@ class JobCollection:
     body: type[BaseModel]
     answer: type[BaseModel]
     result: str
-    checked: Callable[[Service, Caller, bytes], CheckedRequest]
+    function: str
+    plans: Callable[[Service, Caller, bytes], dict[str, Any]] | None = None
 
     def found(self, service: Service, caller: Caller, job_id: str) -> JobRecord:
         """Return the job of this id.
@@ -70,9 +66,15 @@ class JobCollection:
             raise HTTPException(404, f"There is no job {job_id[:64]!r}.")
         return job
 
-    def answer_of(self, job: JobRecord) -> bytes:
+    async def current_answer(self, service: Service, job: JobRecord) -> bytes:
+        """Return ``job`` as JSON, with its place in the queue where it waits."""
+        place = await run_in_threadpool(place_of, service.database, job) if job.status == "queued" else None
+        return self.answer_of(job, place)
+
+    def answer_of(self, job: JobRecord, place: Place | None = None) -> bytes:
         """Return ``job`` as JSON; the stored text of the result is copied without parsing it."""
-        start = json.dumps({"id": job.id, "kind": job.kind, "status": job.status})[:-1]
+        placed = {} if place is None else {"position": place.position, "expected_wait_s": place.expected_wait_s}
+        start = json.dumps({"id": job.id, "kind": job.kind, "status": job.status, **placed})[:-1]
         result, error = job.result_json or "null", job.error_json or "null"
         return f'{start}, "{self.result}": {result}, "error": {error}}}'.encode()
 
@@ -81,16 +83,31 @@ class JobCollection:
         headers = {"Location": f"{self.path}/{job_id}"}
         return Response(answer, status_code=status, media_type="application/json", headers=headers)
 
-    def submitted(self, service: Service, caller: Caller, body: bytes, key: str | None) -> JobRecord:
-        """Return the job of a body; ``key`` is its idempotency key."""
+    async def checked(self, request: Request, caller: Caller, body: bytes) -> dict[str, Any]:
+        """Return the request in a body, checked by another process."""
+        service = service_of(request)
+        nbytes, arguments = len(body), {}
+        if self.plans is not None:
+            plans = arguments["plans"] = await run_in_threadpool(self.plans, service, caller, body)
+            nbytes += sum(len(text) for named in plans.values() for text in named.values())
+        checked: dict[str, Any] = await service.work.run(
+            request, caller.owner, self.function, nbytes, body=as_text(body), **arguments
+        )
+        return checked
+
+    def submitted(
+        self, service: Service, caller: Caller, body: bytes, key: str | None, checked: dict[str, Any], refresh: bool
+    ) -> JobRecord:
+        """Return the job of a body, which was ``checked``; ``key`` is its idempotency key."""
         if key is None:
-            return self._job_of_request(service, caller, body)
-        with service.keys.used(caller.owner, key, hashlib.sha256(self.named(body)).hexdigest()) as used:
+            return self._job_of_request(service, caller, checked, refresh)
+        named = self.named(body) + (b" refresh" if refresh else b"")
+        with service.keys.used(caller.owner, key, hashlib.sha256(named).hexdigest()) as used:
             job = None if used.job_id is None else service.store.get(used.job_id)
             if job is not None:
                 service.metrics.submitted("known")
                 return job
-            job = self._job_of_request(service, caller, body)
+            job = self._job_of_request(service, caller, checked, refresh)
             used.job_id = job.id
             return job
 
@@ -98,14 +115,14 @@ class JobCollection:
         """Return ``body`` such that equal bodies to two collections differ; those of plans are what they are."""
         return body if "plan" in self.kinds else self.path.encode() + b" " + body
 
-    def _job_of_request(self, service: Service, caller: Caller, body: bytes) -> JobRecord:
-        """Return the job of a request: an existing one of the same fingerprint, or a new one."""
-        checked = self.checked(service, caller, body)
-        job = service.store.find(checked.fingerprint, owner=caller.owner)
-        if job is not None and not job.may_be_tried_again:
+    def _job_of_request(self, service: Service, caller: Caller, checked: dict[str, Any], refresh: bool) -> JobRecord:
+        """Return the job of a request: an existing one of the same fingerprint, or one that is queued."""
+        job = service.store.find(checked["fingerprint"], owner=caller.owner)
+        if job is not None and not job.runs_again(refresh=refresh):
             service.metrics.submitted("cached" if job.ended else "known")
             return job
-        job = service.store.add(checked.fingerprint, checked.request, owner=caller.owner, label=checked.label)
+        fingerprint, request, label = checked["fingerprint"], checked["request"], checked["label"]
+        job = service.store.add(fingerprint, request, owner=caller.owner, label=label, refresh=refresh)
         service.metrics.submitted("cached" if job.ended else "new")
         structlog.get_logger().info("job submitted", job=job.id, kind=job.kind, owner=caller.owner, status=job.status)
         return job
@@ -137,20 +154,26 @@ def _add_submit(router: APIRouter, jobs: JobCollection) -> None:
         idempotency_key: Annotated[
             str | None, Header(description="A request sent again with it is the same job.")
         ] = None,
+        refresh: Annotated[
+            bool, Query(description="Search again where a time limit cut the search of an earlier result short.")
+        ] = False,
+        wait: Wait = 0.0,
     ) -> Response:
         """Submit a job: 202 and a job to poll, or 200 and the ended job where the same request was answered before."""
         service = service_of(request)
         body = await read_body(request)
-        cached_answer = None if idempotency_key is not None else service.answers.get(caller.owner, jobs.named(body))
+        is_asked_anew = refresh or idempotency_key is not None
+        cached_answer = None if is_asked_anew else service.answers.get(caller.owner, jobs.named(body))
         if cached_answer is not None:
             service.metrics.submitted("cached")
             return jobs.response(cached_answer.job_id, cached_answer.body, 200)
-        arguments = (service, caller, body, idempotency_key)
-        job = await service.large_bodies.run(request, caller.owner, body, jobs.submitted, *arguments)
-        answer = jobs.answer_of(job)
-        if job.status == "succeeded":
+        checked = await jobs.checked(request, caller, body)
+        job = await run_in_threadpool(jobs.submitted, service, caller, body, idempotency_key, checked, refresh)
+        job = await until_ended(request, service, job, wait)
+        answer = await jobs.current_answer(service, job)
+        if job.status == "succeeded" and not await run_in_threadpool(lambda: job.is_cut_short):
             service.answers.put(caller.owner, jobs.named(body), job.id, answer)
-        return jobs.response(job.id, answer, 200 if job.status in {"succeeded", "failed"} else 202)
+        return jobs.response(job.id, answer, 200 if job.ended else 202)
 
 
 def _add_list_read_cancel(router: APIRouter, jobs: JobCollection) -> None:
@@ -170,10 +193,12 @@ def _add_list_read_cancel(router: APIRouter, jobs: JobCollection) -> None:
         return JobPage(jobs=[_summary(job) for job in page], next=page[-1].number if len(page) == limit else None)
 
     @router.get("/{job_id}", response_model=jobs.answer, responses=problem_responses(404, 422))
-    def read(job_id: str, request: Request, caller: Reader) -> Response:
-        """Read a job."""
-        job = jobs.found(service_of(request), caller, job_id)
-        return Response(jobs.answer_of(job), media_type="application/json")
+    async def read(job_id: str, request: Request, caller: Reader, wait: Wait = 0.0) -> Response:
+        """Read a job, at once or when it has ended."""
+        service = service_of(request)
+        job = await run_in_threadpool(jobs.found, service, caller, job_id)
+        job = await until_ended(request, service, job, wait)
+        return Response(await jobs.current_answer(service, job), media_type="application/json")
 
     @router.delete("/{job_id}", response_model=jobs.answer, responses=problem_responses(404, 409, 422))
     def cancel(job_id: str, request: Request, caller: Planner) -> Response:
@@ -202,22 +227,6 @@ def _add_events(router: APIRouter, jobs: JobCollection) -> None:
         service = service_of(request)
         job = await run_in_threadpool(jobs.found, service, caller, job_id)
         return event_stream(request, service, job, last_event_id)
-
-
-def label_of(plan_request: PlanRequest) -> str:
-    """Return the label of a request in lists: its model and its cluster."""
-    model, cluster = plan_request.model, plan_request.cluster_text
-    if not isinstance(model, str):
-        model_fields = model.model_dump()
-        kind = (model_fields.get("hf_config") or {}).get("model_type")
-        model = f"{next(iter(model_fields))} ({str(kind)[:100]})" if kind else next(iter(model_fields))
-    where = cluster if isinstance(cluster, str) else str(cluster.get("device"))
-    return printable(f"{model[:250]} on {where[:100]}")
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with "?" for what cannot be printed, or stored: PostgreSQL's text has no NUL."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _summary(job: JobRecord) -> JobSummary:

@@ -8,16 +8,10 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api.frameworks.export import export_plan
 from api.http.auth import Caller, needs
 from api.http.problems import problem_responses
 from api.http.routes.plans import PLANS
 from api.http.service import service_of
-from api.jobs.store import JobRecord
-from api.view.plan_view import plan_view
-from api.view.report import report_html
-from api.view.trace import chrome_trace
-from planner.plan.sharding_plan import ShardingPlan
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 
@@ -28,14 +22,9 @@ _JSON_OBJECT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/
 @router.get(
     "/{job_id}/view", response_class=JSONResponse, responses={**_JSON_OBJECT, **problem_responses(404, 409, 422)}
 )
-async def view(job_id: str, request: Request, caller: Reader) -> JSONResponse:
+async def view(job_id: str, request: Request, caller: Reader) -> Response:
     """Return all that the page shows of a job's plan: figures, layouts, timeline, memory over the step, and more."""
-
-    def answer() -> dict[str, Any]:
-        job, plan = _planned(request, caller, job_id)
-        return plan_view(plan, id=job.id, request=_without_graph(job.request))
-
-    return JSONResponse(await run_in_threadpool(answer))
+    return Response(await _made(request, caller, job_id, "view", with_request=True), media_type="application/json")
 
 
 @router.get("/{job_id}/request", response_class=JSONResponse, responses={**_JSON_OBJECT, **problem_responses(404, 422)})
@@ -55,14 +44,12 @@ async def trace(
     ranks: Annotated[
         str, Query(pattern=r"^[0-9]{1,6}(,[0-9]{1,6}){0,63}$|^$", description="Ranks of a pipeline, such as 0,8.")
     ] = "",
-) -> JSONResponse:
+) -> Response:
     """Return the predicted step as Chrome trace events, which Perfetto opens."""
 
-    def answer() -> dict[str, Any]:
-        _, plan = _planned(request, caller, job_id)
-        return chrome_trace(plan, ranks=[int(rank) for rank in ranks.split(",") if rank])
-
-    return JSONResponse(await run_in_threadpool(answer), headers=_download(job_id, "trace.json"))
+    numbers = [int(rank) for rank in ranks.split(",") if rank]
+    text = await _made(request, caller, job_id, "trace", ranks=numbers)
+    return Response(text, media_type="application/json", headers=_download(job_id, "trace.json"))
 
 
 @router.get(
@@ -72,7 +59,7 @@ async def trace(
 )
 async def report(job_id: str, request: Request, caller: Reader) -> Response:
     """Return the plan as one self-contained HTML file."""
-    text = await run_in_threadpool(lambda: report_html(_planned(request, caller, job_id)[1]))
+    text = await _made(request, caller, job_id, "report")
     return Response(text, media_type="text/html", headers=_download(job_id, "plan.html"))
 
 
@@ -84,26 +71,29 @@ async def export(
     request: Request,
     caller: Reader,
     to: Annotated[str, Query(min_length=1, max_length=50, description="Name of a framework, or torch.")],
-) -> JSONResponse:
+) -> Response:
     """Return the plan as a framework's configuration: its file, and what of the plan it expresses or loses."""
 
-    def answer() -> dict[str, Any]:
-        return export_plan(_planned(request, caller, job_id)[1], to, allow_local=False).to_dict()
-
-    return JSONResponse(await run_in_threadpool(answer))
+    return Response(await _made(request, caller, job_id, "export", to=to), media_type="application/json")
 
 
-def _planned(request: Request, caller: Caller, job_id: str) -> tuple[JobRecord, ShardingPlan]:
-    """Return a job and its plan.
+async def _made(
+    request: Request, caller: Caller, job_id: str, function: str, *, with_request: bool = False, **arguments: Any
+) -> str:
+    """Return the text that a function of `api.http.work.functions` makes of a job's plan.
 
     Raises:
         HTTPException: 404 as `JobCollection.found`; 409 where the job has no plan.
     """
-    job = PLANS.found(service_of(request), caller, job_id)
-    plan = job.plan
+    service = service_of(request)
+    job = await run_in_threadpool(PLANS.found, service, caller, job_id)
+    plan = job.result_json
     if plan is None:
         raise HTTPException(409, f"The job is {job.status} and has no plan.")
-    return job, ShardingPlan.from_dict(plan)
+    if with_request:
+        arguments |= {"job_id": job.id, "asked": _without_graph(job.request)}
+    text: str = await service.work.run(request, caller.owner, function, len(plan), plan=plan, **arguments)
+    return text
 
 
 def _without_graph(request: dict[str, Any]) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def error_of(job: JobRecord) -> dict[str, object]:
 
 def solvers() -> list[psutil.Process]:
     """Return the solver processes of this one."""
-    children = psutil.Process().children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    grandchildren = [child for fork_server in psutil.Process().children() for child in fork_server.children()]
+    return [child for child in grandchildren if "forkserver" in " ".join(child.cmdline())]
 
 
 @pytest.fixture
