@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from api.requests.cluster_schema import ClusterObject, ClusterText
 from api.requests.model_configs import asks_for_fused_projections
 from planner.plan.former_names import with_current_names
 from planner.plan.job_spec import JobSpec, SpecField, spec_fields
@@ -117,7 +118,9 @@ def _limited(type_: Any, limits: Mapping[str, Any]) -> Any:
 
 
 def _constrained(kind: Any, limits: Mapping[str, Any]) -> Any:
-    """Return ``kind`` with pydantic's constraints; numbers are finite."""
+    """Return ``kind`` with pydantic's constraints; numbers are finite, and the only objects are clusters."""
+    if kind == dict[str, Any]:
+        return ClusterObject
     finite = {"allow_inf_nan": False} if kind is float else {}
     return Annotated[kind, Field(**{**limits, **finite})] if kind in {int, float, str} else kind
 
@@ -204,7 +207,7 @@ class EstimateRequest(_Request):
     """A parallel configuration to be priced. The names are those of the command line's options."""
 
     model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel
-    cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]
+    cluster: ClusterText | ClusterObject
     mesh: Annotated[str, Field(min_length=1, max_length=200)]
     """``dp=2,fsdp=8,tp=4,pp=2,cp=1,ep=1``; what is left out is 1."""
     micro_batch: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 1

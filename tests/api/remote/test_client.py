@@ -163,6 +163,17 @@ def test_token_and_options_are_sent() -> None:
     assert "secret" not in repr(caught.value.args)
 
 
+def test_refresh_and_a_time_limit_are_sent() -> None:
+    server = Server([job("cancelled")])
+    with pytest.raises(RemotePlanningError):
+        planner(server, refresh=True, time_limit_s=5).build_plan(nn.Identity())
+    assert dict(server.asked[0].url.params) == {"refresh": "true"}
+    assert json.loads(server.asked[0].content)["time_limit_s"] == 5
+    with pytest.raises(RemotePlanningError):
+        planner(server).build_plan(nn.Identity())
+    assert not server.asked[1].url.params
+
+
 def test_infeasible_job_is_the_planners_own_error() -> None:
     problem = {"type": "urn:shardplan:infeasible-error", "detail": "No plan fits.", "budget_bytes": 5, "least_bytes": 9}
     with pytest.raises(InfeasibleError, match="No plan fits") as caught:
