@@ -78,9 +78,12 @@ def create_command(
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Create a token and print it once. As soon as a token exists, every request needs one."""
+    """Create a token and print it once. As soon as a token exists, every request needs one.
+
+    Where there is no database yet, it is made in the default folder, or in a folder that exists.
+    """
     with reported(as_json=False):
-        typer.echo(_store(data_dir, database_url).create(name, scope))
+        typer.echo(_store(data_dir, database_url, makes=True).create(name, scope))
 
 
 @tokens.command("revoke")
@@ -105,13 +108,25 @@ def list_command(data_dir: DataDir = None, database_url: DatabaseUrl = None) -> 
             typer.echo(f"{token.id}  {token.scope:5}  {state:7}  {date}  {token.name}")
 
 
-def _store(data_dir: Path | None, database_url: str | None) -> TokenStore:
+def _store(data_dir: Path | None, database_url: str | None, *, makes: bool = False) -> TokenStore:
+    """Return the tokens of the database that the settings name; ``makes``: a new one where there is none."""
     from api.jobs.database import Database
-    from api.jobs.settings import read_settings
+    from api.jobs.settings import ServerSettings, read_settings
+    from api.jobs.startup import make_private
     from api.jobs.tokens import TokenStore
+    from planner.errors import JobError
 
     settings = read_settings({"data_dir": data_dir, "database_url": database_url})
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    if settings.database_url is None:
+        folder = settings.data_dir
+        if not settings.sqlite_file.exists():
+            default = ServerSettings.model_fields["data_dir"].get_default(call_default_factory=True)
+            if not makes or not (folder.is_dir() or folder == default):
+                advice = "Give the --data-dir of `shardplan serve`; `shardplan migrate` makes a new database."
+                detail = f"there is no database in {folder}" + ("." if folder.is_dir() else ", which does not exist.")
+                raise JobError(detail, what_to_do=advice, field="data_dir")
+            typer.echo(f"shardplan: a new database is made in {folder}.", err=True)
+        make_private(settings)
     database = Database(settings.url)
     database.migrate()
     return TokenStore(database)

@@ -13,7 +13,7 @@ import procrastinate
 from procrastinate.exceptions import AlreadyEnqueued
 from sqlalchemy import Connection, text
 
-from api.jobs.database import Database
+from api.jobs.database import AnsweringConnection, Database
 
 QUEUE = "shardplan"
 TASK = "shardplan.plan"
@@ -34,7 +34,13 @@ class CallQueue:
     """The calling side of the queue, for servers and for workers that requeue a job."""
 
     def __init__(self, database: Database) -> None:
-        self._app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=database.url, max_size=4))
+        connector = procrastinate.SyncPsycopgConnector(
+            conninfo=database.url,
+            kwargs=database.connect_options,
+            connection_class=AnsweringConnection,
+            max_size=4,
+        )
+        self._app = procrastinate.App(connector=connector)
 
     def open(self) -> None:
         """Connect."""
@@ -58,7 +64,8 @@ class CallQueue:
 
 def answering_app(database: Database, answer: Callable[[], Awaitable[None]]) -> procrastinate.App:
     """Return the called side of the queue, a procrastinate app that runs ``answer`` for each call."""
-    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=database.url, max_size=8))
+    connector = procrastinate.PsycopgConnector(conninfo=database.url, kwargs=database.connect_options, max_size=8)
+    app = procrastinate.App(connector=connector)
 
     @app.task(name=TASK, queue=QUEUE)
     async def plan(job_id: str) -> None:

@@ -52,7 +52,7 @@ class ServerSettings(BaseSettings):
     max_streams: int = Field(default=200, ge=1)
     """Most event streams that one server process has open."""
 
-    job_timeout_s: float = Field(default=3600.0, gt=0)
+    job_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for the search of one job, which then returns its incumbent."""
     job_grace_s: float = Field(default=30.0, ge=0)
     """Further seconds after which the process of a job that still runs is killed."""
@@ -65,6 +65,8 @@ class ServerSettings(BaseSettings):
     """Days after which ended jobs, their plans and idempotency keys are deleted."""
     max_kept_per_token: int = Field(default=10_000, ge=1)
     """Most ended jobs of one token; the oldest are deleted first."""
+    max_kept_bytes_per_token: int = Field(default=1_000_000_000, ge=1_000_000)
+    """Most bytes of requests and results of the ended jobs of one token; the oldest are deleted first."""
 
     @field_validator("database_url")
     @classmethod
@@ -79,7 +81,12 @@ class ServerSettings(BaseSettings):
         """The database's URL."""
         if self.database_url is not None:
             return self.database_url.get_secret_value()
-        return f"sqlite:///{self.data_dir / 'jobs.sqlite3'}"
+        return f"sqlite:///{self.sqlite_file}"
+
+    @property
+    def sqlite_file(self) -> Path:
+        """The file of the SQLite database, where that is the database."""
+        return self.data_dir / "jobs.sqlite3"
 
     @property
     def limits(self) -> Limits:

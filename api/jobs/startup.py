@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+from sqlalchemy.exc import OperationalError
+
 from api.jobs.database import Database
 from api.jobs.pg_queue import install
 from api.jobs.settings import ServerSettings
@@ -16,21 +23,60 @@ def open_database(settings: ServerSettings) -> Database:
     """Return the database, migrated to this version. If it has no token at all, it gets the settings' first token.
 
     Raises:
-        JobError: the settings' first token is too short, or its file cannot be read.
+        JobError: the settings' first token is too short, or its file cannot be read. The database does not answer, its
+            file is damaged or cannot be made, or a newer version of shardplan has used it.
     """
     token = first_token(settings)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    if settings.database_url is None:
+        make_private(settings)
     database = Database(settings.url)
     try:
         database.migrate()
         if database.is_postgresql:
             install(database)
+        else:
+            database.check_file()
+            try:
+                database.let_shrink()
+            except OperationalError as error:  # it is in use, or the disk has no room for a copy: the next start tries
+                structlog.get_logger().warning("the database will not shrink", error=str(error.orig))
         if token is not None:
             TokenStore(database).create_first(FIRST_NAME, token)
     except BaseException:
         database.close()
         raise
     return database
+
+
+def make_private(settings: ServerSettings) -> None:
+    """Make the folder and the file of the SQLite database where there are none, for their owner only, as they remain.
+
+    Raises:
+        JobError: they cannot be made.
+    """
+    make_folder(settings.data_dir)
+    file = settings.sqlite_file
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_RDONLY, 0o600))
+    except OSError as error:
+        advice = "Give another --data-dir, or the right to write there."
+        raise JobError(f"{file} cannot be made or read: {error.strerror}.", what_to_do=advice) from error
+    for path in (file, file.with_name("lock"), *(file.with_name(f"{file.name}-{kind}") for kind in ("wal", "shm"))):
+        with suppress(FileNotFoundError, PermissionError):  # not ours: whoever made it decides
+            path.chmod(path.stat().st_mode & 0o700)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a server's files where there is none, for its owner only.
+
+    Raises:
+        JobError: it cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        advice = "Give another --data-dir."
+        raise JobError(f"the folder {folder} cannot be made: {error.strerror}.", what_to_do=advice) from error
 
 
 def first_token(settings: ServerSettings) -> str | None:
