@@ -227,7 +227,9 @@ def main() -> int:
         parser.error(f"there is no attack {', '.join(sorted(unknown))}; there are {', '.join(ATTACKS)}")
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        tokens = [create_token(name, Path(folder) / "data") for name in ("attacker", "victim")]
+        data = Path(folder) / "data"
+        data.mkdir()
+        tokens = [create_token(name, data) for name in ("attacker", "victim")]
         for letter in letters:
             with running_server(Path(folder), None, options.workers) as server:
                 attacker, victim = (Client(server.url, token) for token in tokens)
