@@ -55,7 +55,11 @@ def work(options: dict[str, Any]) -> None:
 
 
 class RemoteWorker:
-    """A worker that claims and plans a job for each call of the queue, up to ``settings.workers`` jobs at a time."""
+    """A worker that claims and plans jobs when the queue calls, up to ``settings.workers`` at a time.
+
+    While it plans as many, it plans one more, of an owner who has none running: the long jobs of one owner never make
+    another's first job wait.
+    """
 
     def __init__(self, settings: ServerSettings, job: Solve | str) -> None:
         self._settings = settings
@@ -67,8 +71,9 @@ class RemoteWorker:
         self._metrics = Metrics()
         self._processes = [SolverProcess(job, settings.job_memory_bytes) for _ in range(settings.workers)]
         self._free: queue.SimpleQueue[SolverProcess] = queue.SimpleQueue()
+        self._spare = SolverProcess(job, settings.job_memory_bytes)
         # One thread per solver process; asyncio's default executor is sized by the number of cores.
-        self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="shardplan")
+        self._threads = ThreadPoolExecutor(settings.workers + 1, thread_name_prefix="shardplan")
 
     async def run(self, *, metrics_port: int | None = None) -> None:
         """Plan jobs until SIGTERM or SIGINT, then requeue the jobs that run."""
@@ -120,7 +125,7 @@ class RemoteWorker:
             keeper.stop()
             self._stopping.set()
             self._threads.shutdown()  # the threads requeue their jobs before they end
-            for process in self._processes:
+            for process in (*self._processes, self._spare):
                 process.end()
             self._calls.close()
             self._database.close()
@@ -132,7 +137,7 @@ class RemoteWorker:
             await app.run_worker_async(
                 queues=[QUEUE],
                 name=self._name,
-                concurrency=self._settings.workers,
+                concurrency=self._settings.workers + 1,
                 fetch_job_polling_interval=2.0,
                 delete_jobs="always",
                 install_signal_handlers=False,
@@ -147,21 +152,34 @@ class RemoteWorker:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._plan_waiting)
 
     def _plan_waiting(self) -> None:
-        """Claim and plan one waiting job, if there is one. One job is enough: each queued job has a call of its own."""
-        process = self._free.get()
+        """Claim and plan waiting jobs; the spare process plans one at most.
+
+        A call that finds nothing to claim is lost, but the worker that is free next claims the job all the same.
+        """
         try:
-            job = (
-                None
-                if self._stopping.is_set()
-                else self._store.claim(worker=self._name, lease_s=self._settings.lease_s)
-            )
+            process = self._free.get_nowait()
+        except queue.Empty:
+            self._plan_one(self._spare, spare=True)
+            self._spare.end()
+            return
+        try:
+            while self._plan_one(process):
+                pass
+        finally:
+            self._free.put(process)
+
+    def _plan_one(self, process: SolverProcess, *, spare: bool = False) -> bool:
+        if self._stopping.is_set():
+            return False
+        try:
+            job = self._store.claim(worker=self._name, lease_s=self._settings.lease_s, spare=spare)
             if job is not None:
                 limits = self._settings.solve_limits
                 Supervisor(self._store, process, limits, self._stopping, self._metrics).run(job)
         except UNREACHABLE as error:
             structlog.get_logger().warning("call not answered", error=type(error).__name__)
-        finally:
-            self._free.put(process)
+            return False
+        return job is not None
 
     def _stop(self, stopped: asyncio.Event) -> None:
         self._stopping.set()

@@ -25,6 +25,7 @@ from sqlalchemy import (
     case,
     delete,
     exists,
+    false,
     func,
     insert,
     literal,
@@ -163,15 +164,16 @@ class JobStore:
         with self._database.read() as connection:
             return [record_of(row) for row in connection.execute(statement)]
 
-    def claim(self, *, worker: str = "", lease_s: float = 60.0) -> JobRecord | None:
+    def claim(self, *, worker: str = "", lease_s: float = 60.0, spare: bool = False) -> JobRecord | None:
         """Mark the next job as running and return it, to one caller only; None where none can run.
 
         Owners take turns, by when their last job started. A job cannot run while one with the same fingerprint runs.
+        With ``spare`` only jobs of owners who have none running are claimed.
         """
         for _ in range(3):
             try:
                 with self._database.write() as connection:
-                    return self._claim(connection, worker, lease_s)
+                    return self._claim(connection, worker, lease_s, spare=spare)
             except IntegrityError:
                 continue  # another worker claimed an equal request concurrently
         return None
@@ -272,10 +274,12 @@ class JobStore:
         if (connection.scalar(own_count) or 0) >= most:
             raise TooManyJobsError(f"{most} jobs of yours wait or run.", what_to_do="Wait for one of them to end.")
 
-    def _claim(self, connection: Connection, worker: str, lease_s: float) -> JobRecord | None:
+    def _claim(self, connection: Connection, worker: str, lease_s: float, *, spare: bool) -> JobRecord | None:
         running = aliased(JobRow)
-        equal = exists().where(running.fingerprint == JobRow.fingerprint, running.status == "running")
-        first = select(JobRow.number).where(JobRow.status == "queued", ~equal)
+        blocking = or_(running.fingerprint == JobRow.fingerprint, running.owner == JobRow.owner if spare else false())
+        first = select(JobRow.number).where(
+            JobRow.status == "queued", ~exists().where(running.status == "running", blocking)
+        )
         owned = aliased(JobRow)
         turn = func.coalesce(select(func.max(owned.started_at)).where(owned.owner == JobRow.owner).scalar_subquery(), 0)
         first = first.order_by(turn, JobRow.queued_at, JobRow.number).limit(1).with_for_update(skip_locked=True)

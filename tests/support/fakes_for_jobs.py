@@ -54,3 +54,8 @@ def note_and_answer(request: dict[str, Any], report: Report, time_limit_s: float
 def answer_in_time(request: dict[str, Any], report: Report, time_limit_s: float) -> dict[str, Any]:
     """Answer with the time that it was given."""
     return {"plan": {"time_limit_s": time_limit_s}}
+
+
+def block_where_asked(request: dict[str, Any], report: Report, time_limit_s: float) -> dict[str, Any]:
+    """Block as `block` does where the request names pipes."""
+    return (block if "started" in request else answer)(request, report, time_limit_s)

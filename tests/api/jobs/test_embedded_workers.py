@@ -125,6 +125,22 @@ def test_job_that_kills_every_process_fails_and_takes_no_other_with_it(
     assert ended.may_be_tried_again
 
 
+def test_long_jobs_of_one_owner_do_not_make_another_wait(
+    store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]
+) -> None:
+    long = store.add("long", {"model": "a", **pipes}, owner="first")
+    running = runner(fakes_for_jobs.block_where_asked)
+    assert Path(pipes["started"]).read_text() == "started"
+    own = store.add("own", {"model": "a"}, owner="first")
+    other = store.add("other", {"model": "b"}, owner="second")
+    running.wake()
+    assert until_ended(store, other.id).status == "succeeded"
+    found = [store.get(job.id) for job in (long, own)]
+    assert [job.status for job in found if job] == ["running", "queued"]
+    Path(pipes["released"]).write_text("go")
+    assert until_ended(store, own.id).status == "succeeded"
+
+
 def test_running_job_that_is_cancelled_stops_within_two_seconds(
     store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]
 ) -> None:

@@ -57,3 +57,18 @@ def test_jobs_of_one_owner_run_in_their_order(store: JobStore) -> None:
     submitted(store, {"first": 5})
     found = claimed(store)
     assert [job.id for job in found] == [job.id for job in sorted(found, key=lambda job: job.number)]
+
+
+def test_a_spare_worker_claims_for_owners_who_have_none_running(store: JobStore) -> None:
+    submitted(store, {"first": 3})
+    assert store.claim() is not None
+    assert store.claim(spare=True) is None
+    submitted(store, {"second": 2})
+    job = store.claim(spare=True)
+    assert job is not None
+    assert job.owner == "second"
+    assert store.claim(spare=True) is None
+    store.fail(job, {"status": 500})
+    again = store.claim(spare=True)
+    assert again is not None
+    assert again.owner == "second"
