@@ -1,10 +1,11 @@
-"""Throughput and latency of the service: cached plans, and 200 jobs submitted at once. Prints JSON.
+"""Throughput and latency of the service: cached plans, 1,000 clients, and 200 jobs submitted at once. Prints JSON.
 
-    cd benchmarks && python -m served.cached [--seconds 10] [--jobs 200] [--database-url postgresql://...]
+    cd benchmarks && python -m served.cached [--seconds 10] [--clients 1000] [--jobs 200] [--database-url postgresql://...]
 
 The script starts a ``shardplan serve`` (with a database URL also a ``shardplan worker``). All clients run in the
-script's own process, and so use at most one core. First, clients request a cached plan again and again. Then 20 clients
-submit 200 jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms.
+script's own process, and so use at most one core. First, clients request a cached plan again and again. Then 1,000
+clients, each on its connection, read a job every two seconds, as `RemoteShardingPlanner` does while it waits. Then 20
+clients submit 200 jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ import httpx2
 CLIENTS = 20
 CONNECTIONS = 8
 HEALTH_EVERY_S = 0.02
+READ_EVERY_S = 2.0
 TARGETS = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0}
 TINY = {
     "model_type": "llama",
@@ -114,39 +117,51 @@ def until_ended(url: str, job: str) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-async def post_repeatedly(url: str, seconds: float, body: bytes, times: Seconds) -> None:
-    """Post ``body`` on one connection for ``seconds`` s, and append the seconds of each request to ``times``.
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> bytes:
+    """Return the head of the answer to ``message``, in small letters, once its body has come as well.
 
     Plain sockets make the client cheap.
     """
+    writer.write(message)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
+    await reader.readexactly(length)
+    return head
+
+
+async def ask_repeatedly(url: str, message: bytes, seconds: float, times: Seconds, *, every_s: float = 0.0) -> None:
+    """Send ``message`` on one connection for ``seconds`` s, and append the seconds of each answer to ``times``.
+
+    With ``every_s`` the first is sent at a random time within it, and the next ones so much later each.
+    """
     address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"POST /v1/plans HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-    message = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     end = time.perf_counter() + seconds
+    await asyncio.sleep(random.uniform(0.0, every_s))
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
     while (started := time.perf_counter()) < end:
-        writer.write(message)
-        lines = (await reader.readuntil(b"\r\n\r\n")).lower()
-        length = int(lines.split(b"content-length:")[1].split(b"\r\n")[0])
-        await reader.readexactly(length)
-        if not lines.startswith(b"http/1.1 200"):
-            raise SystemExit(f"not answered from the cache: {lines[:200]!r}")
+        head = await answered(reader, writer, message)
+        if not head.startswith(b"http/1.1 200"):
+            raise SystemExit(f"not answered with 200: {head[:200]!r}")
         times.values.append(time.perf_counter() - started)
+        await asyncio.sleep(max(0.0, started + every_s - time.perf_counter()))
     writer.close()
 
 
-def cached(url: str, seconds: float) -> dict[str, float]:
-    """Return requests per second and latencies of a cached plan."""
-    body = json.dumps(request_of(0)).encode()
-    job = httpx2.post(f"{url}/v1/plans", json=request_of(0)).json()["id"]
-    assert until_ended(url, job)["status"] == "succeeded"
+def asked(
+    url: str, head: str, body: bytes, *, seconds: float, connections: int, every_s: float = 0.0
+) -> dict[str, float]:
+    """Return requests per second and latencies of one request that many connections send."""
+    kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+    message = f"{head} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{kind}\r\n".encode() + body
     times = Seconds()
 
     async def run_clients() -> None:
-        await asyncio.gather(*(post_repeatedly(url, seconds, body, times) for _ in range(CONNECTIONS)))
+        clients = (ask_repeatedly(url, message, seconds, times, every_s=every_s) for _ in range(connections))
+        await asyncio.gather(*clients)
 
     asyncio.run(run_clients())
     return {
+        "connections": connections,
         "requests_per_s": len(times.values) / seconds,
         "p50_ms": times.quantile_ms(0.5),
         "p99_ms": times.quantile_ms(0.99),
@@ -216,6 +231,7 @@ def main() -> int:
     """Measure and print; return 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=1000, help="clients that read a job every two seconds")
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument(
         "--solves", type=int, help="feasible jobs; the others end infeasible (default: all are feasible)"
@@ -229,8 +245,14 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         running_server(Path(folder), options.database_url, options.workers) as server,
     ):
-        fast = cached(server.url, options.seconds)
-        stormy = asyncio.run(storm(server.url, options.jobs, solves))
+        url = server.url
+        job = httpx2.post(f"{url}/v1/plans", json=request_of(0), timeout=60).json()["id"]
+        assert until_ended(url, job)["status"] == "succeeded"
+        body = json.dumps(request_of(0)).encode()
+        fast = asked(url, "POST /v1/plans", body, seconds=options.seconds, connections=CONNECTIONS)
+        reading = {"seconds": options.seconds, "connections": options.clients, "every_s": READ_EVERY_S}
+        waiting = asked(url, f"GET /v1/plans/{job}", b"", **reading)
+        stormy = asyncio.run(storm(url, options.jobs, solves))
     met = {
         "requests_per_s": fast["requests_per_s"] >= TARGETS["requests_per_s"],
         "p99_ms": fast["p99_ms"] < TARGETS["p99_ms"],
@@ -239,7 +261,7 @@ def main() -> int:
         "every_job_ends": stormy["ended"] == {status: jobs for status, jobs in expected.items() if jobs},
         "none_twice": set(stormy["runs_per_job"]) == {1},
     }
-    print(json.dumps({"cached": fast, "storm": stormy, "met": met, "targets": TARGETS}, indent=2))
+    print(json.dumps({"cached": fast, "waiting": waiting, "storm": stormy, "met": met, "targets": TARGETS}, indent=2))
     return 0 if all(met.values()) else 1
 
 
