@@ -73,11 +73,16 @@ class Server(Running):
 
 
 def start_server(data_dir: Path, **environment: str) -> Server:
-    """Return a server on a free port of the loopback address, once it listens."""
+    """Return a server on a free port of the loopback address, once it is ready."""
     log = data_dir.with_name(f"{data_dir.name}.log")
     process = _start(["serve", "--port", "0", "--data-dir", str(data_dir)], log, environment)
-    line = _until(process, log, "listening")
-    return Server(process, log, line["url"])
+    url = _until(process, log, "listening")["url"]
+    pause = threading.Event()
+    for _ in range(600):
+        if process.poll() is not None or httpx2.get(f"{url}/readyz", timeout=30).status_code == httpx2.codes.OK:
+            break
+        pause.wait(0.1)
+    return Server(process, log, url)
 
 
 class Worker(Running):

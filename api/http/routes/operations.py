@@ -57,6 +57,8 @@ async def readyz(request: Request) -> Readiness:
         raise HTTPException(503, str(error)) from error
     if service.stopping.is_set():
         raise HTTPException(503, "The server is stopping.")
+    if not service.work.is_ready:
+        raise HTTPException(503, "The server is starting.")
     return Readiness(database="postgresql" if service.database.is_postgresql else "sqlite")
 
 

@@ -74,6 +74,11 @@ class WorkPool:
         self._small.stop()
         self._large.stop()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether both processes have been started, so that none keeps its first request waiting."""
+        return self._small.is_ready and self._large.is_ready
+
     async def run(self, request: Request, owner: str, function: str, nbytes: int, **arguments: Any) -> Any:
         """Return what ``function`` of `functions` returns, once it is the owner's turn.
 
@@ -106,6 +111,7 @@ class _Lane:
         self._process = SolverProcess(function, _MEMORY_BYTES, niceness=limits.niceness)
         self._limits = limits
         self._busy = self._stopped = False
+        self.is_ready = False
         self._least_bytes = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="shardplan-work")
@@ -154,6 +160,7 @@ class _Lane:
         self._process.ask('{"function": "ready", "arguments": {}}', self._limits.time_s)
         self._watch()
         self._least_bytes = self._process.resident_bytes
+        self.is_ready = True
 
     def _watch(self) -> Outcome | None:
         """Return the outcome of the process, or the error of an exceeded limit; None where the service stops.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -164,3 +166,9 @@ def test_a_process_that_has_grown_is_replaced() -> None:
         assert (await run("echo"))["pid"] != first["pid"]
 
     with_pool(scenario)
+
+
+def test_the_server_itself_imports_nothing_heavy() -> None:
+    script = "import sys, api.http.serve; print(*{'torch', 'networkx', 'pulp', 'transformers'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
