@@ -52,12 +52,12 @@ class Service:
     def stop(self) -> None:
         """Stop the embedded workers, which requeue their running jobs, and close the database."""
         self.keeper.stop()
-        self.work.stop()
         if self.runner is not None:
             self.runner.stop()
         if self.calls is not None:
             self.calls.close()
         self.database.close()
+        self.work.stop()  # last: a process that is just being started has to be waited for
 
 
 def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
