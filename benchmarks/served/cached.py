@@ -147,10 +147,17 @@ async def ask_repeatedly(url: str, message: bytes, seconds: float, times: Second
     writer.close()
 
 
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds that a process has taken, its children's left out."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def asked(
-    url: str, head: str, body: bytes, *, seconds: float, connections: int, every_s: float = 0.0
+    server: Started, head: str, body: bytes, *, seconds: float, connections: int, every_s: float = 0.0
 ) -> dict[str, float]:
-    """Return requests per second and latencies of one request that many connections send."""
+    """Return requests per second, latencies, and CPU time of the server, of one request that many connections send."""
+    url, used_s = server.url, cpu_s(server.pid)
     kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
     message = f"{head} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{kind}\r\n".encode() + body
     times = Seconds()
@@ -163,6 +170,7 @@ def asked(
     return {
         "connections": connections,
         "requests_per_s": len(times.values) / seconds,
+        "cpu_ms_per_request": 1e3 * (cpu_s(server.pid) - used_s) / len(times.values),
         "p50_ms": times.quantile_ms(0.5),
         "p99_ms": times.quantile_ms(0.99),
         "worst_ms": times.quantile_ms(1.0),
@@ -249,9 +257,9 @@ def main() -> int:
         job = httpx2.post(f"{url}/v1/plans", json=request_of(0), timeout=60).json()["id"]
         assert until_ended(url, job)["status"] == "succeeded"
         body = json.dumps(request_of(0)).encode()
-        fast = asked(url, "POST /v1/plans", body, seconds=options.seconds, connections=CONNECTIONS)
+        fast = asked(server, "POST /v1/plans", body, seconds=options.seconds, connections=CONNECTIONS)
         reading = {"seconds": options.seconds, "connections": options.clients, "every_s": READ_EVERY_S}
-        waiting = asked(url, f"GET /v1/plans/{job}", b"", **reading)
+        waiting = asked(server, f"GET /v1/plans/{job}", b"", **reading)
         stormy = asyncio.run(storm(url, options.jobs, solves))
     met = {
         "requests_per_s": fast["requests_per_s"] >= TARGETS["requests_per_s"],
