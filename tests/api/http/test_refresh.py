@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """A client of a server that plans nothing by itself."""
     app = create_app(ServerSettings(data_dir=tmp_path_factory.mktemp("data"), workers=0))
     with TestClient(app, base_url="http://127.0.0.1") as opened:
+        while opened.get("/readyz").status_code != 200:  # the processes that check requests start
+            time.sleep(0.2)
         yield opened
 
 

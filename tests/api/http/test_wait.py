@@ -33,6 +33,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """A client of a server that plans nothing by itself."""
     settings = ServerSettings(data_dir=tmp_path_factory.mktemp("data"), workers=0, max_streams=STREAMS)
     with TestClient(create_app(settings), base_url="http://127.0.0.1") as opened:
+        while opened.get("/readyz").status_code != 200:  # the processes that check requests start
+            time.sleep(0.2)
         yield opened
 
 
