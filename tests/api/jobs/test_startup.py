@@ -1,5 +1,6 @@
 """The database at start: its first API token, who may read its files, and what is said where it cannot be used."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from sqlalchemy import select
 from support.postgresql import PostgreSQL
 from typer.testing import CliRunner
@@ -24,6 +26,15 @@ TEXT = "0123456789abcdef" * 4
 
 
 Opened = Callable[..., TokenStore]
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[None]:
+    """Commands that run in this process send its logs to a stream of their own; afterwards they go where they went."""
+    before, handlers = structlog.get_config(), logging.getLogger().handlers
+    yield
+    structlog.configure(**before)
+    logging.basicConfig(handlers=handlers, force=True)
 
 
 @pytest.fixture
