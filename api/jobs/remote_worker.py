@@ -112,6 +112,7 @@ class RemoteWorker:
             lease_s=settings.lease_s,
             keep_days=settings.keep_days,
             most_kept=settings.max_kept_per_token,
+            most_bytes=settings.max_kept_bytes_per_token,
         )
         for process in self._processes:
             process.start()

@@ -60,6 +60,9 @@ WORKER_DIED = {
 }
 
 
+_LIMITS_LOCK = 7_301_866_052_714_004
+
+
 class TooManyJobsError(PlannerError):
     """The queue is full, or an owner has as many unfinished jobs as one may have."""
 
@@ -265,6 +268,8 @@ class JobStore:
             return {row.status: row.jobs for row in rows}
 
     def _check_limits(self, connection: Connection, owner: str) -> None:
+        if self._database.is_postgresql:  # else others' jobs that are not committed yet would not count
+            connection.execute(select(func.pg_advisory_xact_lock(_LIMITS_LOCK)))
         waits = select(func.count()).select_from(JobRow).where(JobRow.status == "queued")
         if (connection.scalar(waits) or 0) >= self._limits.queued:
             raise TooManyJobsError("Too many jobs are waiting.", what_to_do="Try again later.")
@@ -281,9 +286,10 @@ class JobStore:
             JobRow.status == "queued", ~exists().where(running.status == "running", blocking)
         )
         owned = aliased(JobRow)
-        turn = func.coalesce(select(func.max(owned.started_at)).where(owned.owner == JobRow.owner).scalar_subquery(), 0)
-        first = first.order_by(turn, JobRow.queued_at, JobRow.number).limit(1).with_for_update(skip_locked=True)
         now = self._database.now()
+        started = case((owned.started_at <= now, owned.started_at))  # later than now: before the clock was set back
+        turn = func.coalesce(select(func.max(started)).where(owned.owner == JobRow.owner).scalar_subquery(), 0)
+        first = first.order_by(turn, JobRow.queued_at, JobRow.number).limit(1).with_for_update(skip_locked=True)
         claimed = update(JobRow).where(JobRow.number == first.scalar_subquery(), JobRow.status == "queued")
         claimed = claimed.values(
             status="running", attempt=JobRow.attempt + 1, worker=worker, started_at=now, lease_until=now + lease_s

@@ -27,6 +27,7 @@ FUNCTION = "api.http.work.functions:answer"
 """The name of the function of the processes."""
 
 _POLL_S = 0.05
+_START_S = 300.0
 _MEMORY_BYTES = 4_000_000_000
 _GROWTH_BYTES = 100_000_000
 """Bytes by which a process may have grown when nothing waits for it; then a new one takes its place."""
@@ -140,7 +141,7 @@ class _Lane:
         try:
             self._start()
             self._process.ask(text, self._limits.time_s)
-            outcome = self._watch()
+            outcome = self._watch(self._limits.time_s)
         except (ProcessDiedError, OSError) as error:
             structlog.get_logger().warning("work process died", error=repr(error))
             outcome = None
@@ -157,18 +158,18 @@ class _Lane:
         if self._stopped or self._process.is_alive:
             return
         self._process.start()
-        self._process.ask('{"function": "ready", "arguments": {}}', self._limits.time_s)
-        self._watch()
+        self._process.ask('{"function": "ready", "arguments": {}}', _START_S)
+        self._watch(_START_S)
         self._least_bytes = self._process.resident_bytes
         self.is_ready = True
 
-    def _watch(self) -> Outcome | None:
+    def _watch(self, time_s: float) -> Outcome | None:
         """Return the outcome of the process, or the error of an exceeded limit; None where the service stops.
 
         Raises:
             ProcessDiedError: the process has ended.
         """
-        until = time.monotonic() + self._limits.time_s
+        until = time.monotonic() + time_s
         while not self._stopped:
             message = self._process.next_message(_POLL_S)
             if message is not None:

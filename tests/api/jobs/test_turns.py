@@ -72,3 +72,17 @@ def test_a_spare_worker_claims_for_owners_who_have_none_running(store: JobStore)
     again = store.claim(spare=True)
     assert again is not None
     assert again.owner == "second"
+
+
+def test_an_owner_whose_job_has_started_in_the_future_is_not_the_last_for_an_hour(
+    store: JobStore, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a clock that was set back by an hour."""
+    submitted(store, {"first": 3})
+    now = database.now
+    monkeypatch.setattr(database, "now", lambda: now() + 3600)
+    assert store.claim() is not None
+    monkeypatch.undo()
+    submitted(store, {"second": 3})
+    owners = [job.owner for job in (store.claim(), store.claim(), store.claim()) if job]
+    assert owners == ["first", "second", "first"]
