@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.requests.cluster_schema import ClusterObject, ClusterText
 from api.requests.model_configs import find_config
 from api.requests.plan_request import digest_of, read_client_cluster
-from api.requests.schemas import HuggingFaceModel, JobStatus, Problem
+from api.requests.schemas import HuggingFaceModel, JobAnswer, Problem
 from planner.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class CheckRequest(BaseModel):
 
     kind: Literal["check"] = "check"
     model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel
-    cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]
+    cluster: ClusterText | ClusterObject
     configuration: Annotated[str, Field(min_length=1, max_length=_MOST_CHARACTERS)]
     framework: Annotated[str, Field(min_length=1, max_length=50)] | None = None
     batch: Annotated[int | None, _COUNT] = None
@@ -58,12 +59,10 @@ class CheckRequest(BaseModel):
         )
 
 
-class CheckJob(BaseModel):
+class CheckJob(JobAnswer):
     """A request to check a configuration, with its status and result, as ``shardplan check --json`` prints it."""
 
-    id: str
     kind: Literal["check"]
-    status: JobStatus
     result: dict[str, Any] | None = None
     error: Problem | None = None
 

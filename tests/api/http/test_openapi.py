@@ -31,7 +31,7 @@ CHECKS = (
     response_schema_conformance,
     unsupported_method,
 )
-CAN_BE = {"model": "gpt2", "cluster": "1x4xtoy", "mesh": "tp=4"}
+CAN_BE = {"model": "gpt2", "cluster": "1x4xtoy", "mesh": "tp=4", "batch": 8, "seq": 16}
 PLAN = {"format_version": 1, "mesh": {"names": ["dp"], "shape": [4], "device": "cuda"}}
 CAN_BE_EXPLAINED = {"plan": {**PLAN, "cluster": {"device": "toy", "devices_per_node": 4}}, "model": "gpt2"}
 ROUTES = 32
@@ -63,7 +63,7 @@ def described(idle_server: Server) -> Any:
         if "parameter" in body:
             return {**body, **CAN_BE_EXPLAINED}
         if isinstance(body.get("request"), dict):
-            return {"kind": body.get("kind"), "request": {"model": "gpt2", "cluster": "1x4xtoy"}}
+            return {"kind": body.get("kind"), "request": {"model": "gpt2", "cluster": "1x4xtoy", "batch": 8, "seq": 16}}
         kept = {name: value for name, value in body.items() if name not in {"ac", "schedule", "optimizer", "pins"}}
         return {**kept, **CAN_BE} if "cluster" in body else body
 
