@@ -171,7 +171,7 @@ def test_a_hundred_jobs_are_each_done_once_though_a_server_and_a_worker_are_kill
         if number == JOBS // 2:
             half.set()
         # As `RemoteShardingPlanner` does: sent again under the same key where no answer came.
-        key = {"Idempotency-Key": f"job {number}"}
+        key = {"Idempotency-Key": f"job-{number}"}
         answer = machines.balanced("POST", "/v1/plans", json=small_job(number), headers=key)
         assert answer.status_code in {200, 202}, answer.text
         found: str = answer.json()["id"]
