@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from api.jobs.database import UNREACHABLE
 from api.requests.errors import MEDIA_TYPE, UserError, problem_of
@@ -87,8 +88,10 @@ def add_problem_handlers(app: FastAPI) -> None:
         assert isinstance(error, ProblemError)
         return _answer(error.problem)
 
-    async def http_error(_: Request, error: Exception) -> Response:
+    async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            error.headers = {"Allow": _methods(request)}
         problem = {"title": _TITLES.get(error.status_code, "The request failed"), "status": error.status_code}
         return _answer({**problem, "detail": error.detail}, error.headers)
 
@@ -124,6 +127,16 @@ def malformed_problem(errors: Any) -> dict[str, Any]:
     faults = [{"where": ".".join(map(str, item["loc"]))[:200], "what": item["msg"]} for item in errors[:50]]
     detail = "; ".join(": ".join(filter(None, (fault["where"], fault["what"]))) for fault in faults[:5])
     return {"title": _TITLES[422], "status": 422, "detail": detail, "errors": faults}
+
+
+def _methods(request: Request) -> str:
+    """Return the methods of all routes of a path; Starlette names those of the first route only."""
+    there = request.app.routes
+    routes = [
+        route for router in there for route in getattr(getattr(router, "original_router", None), "routes", [router])
+    ]
+    matching = [r for r in routes if isinstance(r, Route) and r.matches(request.scope)[0] is Match.PARTIAL]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 def _answer(problem: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:

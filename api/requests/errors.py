@@ -19,6 +19,9 @@ UserError = (PlannerError, ClusterError, LayoutError)
 
 MEDIA_TYPE = "application/problem+json"
 
+_MOST_DETAIL = 20_000
+"""Characters of a detail; one that repeats what a client sent could have as many as that."""
+
 
 def exit_code_of(error: Exception) -> int:
     """Return the exit code of the command line for ``error``: 2 bad input, 3 infeasible, 4 does not run, 1 a bug."""
@@ -61,4 +64,6 @@ def error_data(error: Exception) -> dict[str, Any]:
 
 def _problem(kind: str, title: str, status: int, detail: str, data: dict[str, Any]) -> dict[str, Any]:
     name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind).lower()
+    if len(detail) > _MOST_DETAIL:
+        detail = f"{detail[:_MOST_DETAIL]} ..."
     return {"type": f"urn:shardplan:{name}", "title": title, "status": status, "detail": detail, **data}

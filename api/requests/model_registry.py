@@ -217,7 +217,7 @@ def _config_faults() -> tuple[type[Exception], ...]:
 
 
 def _unbuildable(config: ModelConfig, error: Exception) -> ModelError:
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split())[:1000]
     return ModelError(
         f"no model can be built from {config.name} ({config.values['model_type']}): {type(error).__name__}: {message}.",
         what_to_do="Check the config's values against each other and against the library's documentation.",

@@ -65,8 +65,7 @@ def read(text: str, devices: int) -> Reading:
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of the training script that the comments of a written file name."""
     lines = "\n".join(match[1] for match in _ARGUMENT.finditer(text))
-    values = yaml.safe_load(lines) if lines else {}
-    return values if isinstance(values, dict) else {}
+    return dict(read_yaml(lines, "arguments of the training script")) if lines else {}
 
 
 def write(launch: Launch, model: str) -> str:

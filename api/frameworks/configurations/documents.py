@@ -18,7 +18,8 @@ from planner.plan.job_spec import JobPhase
 
 T = TypeVar("T")
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,18}")
+_MOST = 2**53
 
 
 @dataclass(slots=True)
@@ -68,13 +69,13 @@ class Section:
         return key in self and not (self.automatic and self.values[key] == "auto")
 
     def number(self, key: str, default: int, *, least: int = 1) -> int:
-        """Return a whole number."""
+        """Return a whole number, at most 2**53."""
         value = self._value(key, default)
         if isinstance(value, str) and _NUMBER.fullmatch(value):
             value = int(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST:
             return value
         self.notes.faults.append(f"{self.name(key)} {shown(value)} is not a whole number of {least} or more")
         return default
@@ -164,6 +165,8 @@ def read_json(text: str, title: str) -> Mapping[str, Any]:
         raise _unreadable(title, f"JSON at line {error.lineno}, column {error.colno}: {error.msg}") from error
     except RecursionError as error:
         raise _unreadable(title, "JSON: it is nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise _unreadable(title, f"JSON: {error}") from error
     except _DuplicateKeyError as error:
         raise _unreadable(title, f"JSON: the key {error} is there twice") from error
     return _mapping(document, title)

@@ -79,7 +79,7 @@ def read(text: str, devices: int) -> Reading:
 def _toml(text: str) -> Iterator[tuple[str, Any]]:
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
         raise JobError(f"The torchtitan file is not valid TOML: {error}.", what_to_do="Correct the file.") from error
     yield from _leaves(document, "")
 

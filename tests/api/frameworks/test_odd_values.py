@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from api.frameworks.configurations.documents import known_keys
 from api.frameworks.configurations.transformers import TRANSFORMERS
 from api.frameworks.configurations.vllm import VLLM
 from api.frameworks.launch import Framework, Launch, Reading
+from api.frameworks.registry import framework_of
 from cost_model.configuration.implementation import Implementation
+from planner.errors import JobError
 
 SCALARS = st.one_of(
     st.none(),
@@ -100,3 +103,20 @@ def test_other_texts_are_not_recognised(framework: Framework) -> None:
     assert not framework.recognises("")
     assert not framework.recognises("torchrun train.py --tensor-model-parallel-size 8")
     assert not framework.recognises("[parallelism]\ntensor_parallel_degree = 8\n")
+
+
+@pytest.mark.parametrize("digits", [30, 5000])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("accelerate", "distributed_type: FSDP\nnum_processes: {n}\n"),
+        ("deepspeed", '{{"train_batch_size": {n}}}'),
+        ("transformers", '{{"per_device_train_batch_size": {n}}}'),
+        ("torchtitan", "[training]\nlocal_batch_size = {n}\n"),
+        ("megatron-lm", "torchrun pretrain_gpt.py --tensor-model-parallel-size {n}"),
+        ("vllm", "vllm serve model --tensor-parallel-size {n}"),
+    ],
+)
+def test_numbers_without_end_are_faults(name: str, text: str, digits: int) -> None:
+    with suppress(JobError):  # where the text cannot be read at all
+        assert framework_of(name, "").read(text.format(n="9" * digits), 8).faults

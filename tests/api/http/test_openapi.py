@@ -102,20 +102,20 @@ def test_some_requests_are_answered_as_the_document_says(described: Any) -> None
     assert check(described, IN_CI) > 5 * IN_CI
 
 
-@pytest.mark.xfail(strict=True, reason="Starlette names the methods of the first route of a path only")
 def test_a_method_that_is_not_there_is_answered_with_those_that_are(idle_server: Server) -> None:
     paths = httpx2.get(f"{idle_server.url}/openapi.json").json()["paths"]
     wrong = {}
     for path, described in paths.items():
         there = {method.upper() for method in described}
-        for method in set(METHODS) - there:
+        if path == "/v1/plans/diff":
+            there |= {"GET", "DELETE"}  # of a job of this name
+        for method in set(METHODS) - there - {"FOO"}:  # uvicorn refuses what is no method
             answer = httpx2.request(method, idle_server.url + path.replace("{job_id}", "0" * 32))
             named = set(re.findall(r"[A-Z]+", answer.headers.get("allow", ""))) - {"HEAD"}
             if answer.status_code != 405 or named != there:
                 wrong[method, path] = (answer.status_code, named)
-    hidden = {(method, "/v1/plans/diff") for method in ("GET", "DELETE")}  # what a job of this name would answer
     probes = {("HEAD", "/healthz"), ("HEAD", "/readyz")}  # as some load balancers ask
-    assert not wrong.keys() - hidden - probes
+    assert not wrong.keys() - probes, wrong
 
 
 @pytest.mark.slow
