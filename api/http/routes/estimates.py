@@ -44,7 +44,7 @@ async def diff(request: Request, caller: Reader) -> dict[str, Any]:
     """Compare two plans, each given as it is or by the id of the job that made it."""
     service, body = service_of(request), await read_body(request)
     plans = await run_in_threadpool(named_plans, service, caller, body, "left", "right")
-    nbytes = len(body) + sum(len(named["plan"]) for named in plans.values())
+    nbytes = len(body) + sum(len(named["plan"] or "") for named in plans.values())
     differences: dict[str, Any] = await service.work.run(
         request, caller.owner, "diff", nbytes, body=as_text(body), plans=plans
     )

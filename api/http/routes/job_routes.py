@@ -89,7 +89,7 @@ class JobCollection:
         nbytes, arguments = len(body), {}
         if self.plans is not None:
             plans = arguments["plans"] = await run_in_threadpool(self.plans, service, caller, body)
-            nbytes += sum(len(text) for named in plans.values() for text in named.values())
+            nbytes += sum(len(named["plan"] or "") for named in plans.values())
         checked: dict[str, Any] = await service.work.run(
             request, caller.owner, self.function, nbytes, body=as_text(body), **arguments
         )

@@ -28,7 +28,7 @@ from api.requests.schemas import DiffRequest, EstimateRequest, PlanRequest
 from api.view.plan_view import plan_view
 from api.view.report import report_html
 from api.view.trace import chrome_trace
-from planner.errors import JobError
+from planner.errors import JobError, PlanError, PlannerError
 from planner.plan.sharding_plan import ShardingPlan
 
 
@@ -126,10 +126,25 @@ def _export(plan: str, to: str) -> str:
     return json.dumps(export_plan(_read(plan), to, allow_local=False).to_dict())
 
 
+class NoJobError(PlannerError):
+    """A request names a job that the caller cannot read."""
+
+    title = "Not found"
+    http_status = 404
+
+
 def _named(plans: dict[str, Any], job_id: str) -> dict[str, str]:
-    if job_id not in plans:
-        raise JobError("a plan is named that cannot be read.", what_to_do="Send JSON without repeated or escaped keys.")
-    named: dict[str, str] = plans[job_id]
+    """Return the plan and request of a job that a request names.
+
+    Raises:
+        NoJobError: there is no such job. `PlanError`: it has no plan.
+    """
+    named: dict[str, str] | None = plans.get(job_id)
+    if named is None:
+        raise NoJobError(f"There is no job {job_id[:64]!r}.", what_to_do="GET /v1/plans lists yours.")
+    if named["plan"] is None:
+        advice = "Name one that has succeeded."
+        raise PlanError(f"job {job_id} is {named['status']} and has no plan.", what_to_do=advice)
     return named
 
 

@@ -98,8 +98,8 @@ class WorkPool:
         async with lane.turn(owner):
             if await request.is_disconnected():
                 raise HTTPException(503, "The client has gone.")
-            text = json.dumps({"function": function, "arguments": arguments})
-            outcome = await asyncio.get_running_loop().run_in_executor(lane.thread, lane.answer, text)
+            loop = asyncio.get_running_loop()
+            outcome = await loop.run_in_executor(lane.thread, lane.answer, function, arguments)
         if "error" in outcome:
             raise ProblemError(outcome["error"])
         return outcome["result"]
@@ -136,11 +136,11 @@ class _Lane:
         finally:
             self._pass_on()
 
-    def answer(self, text: str) -> Outcome:
+    def answer(self, function: str, arguments: dict[str, Any]) -> Outcome:
         """Return the outcome of the function, or the error of an exceeded limit."""
         try:
             self._start()
-            self._process.ask(text, self._limits.time_s)
+            self._process.ask(json.dumps({"function": function, "arguments": arguments}), self._limits.time_s)
             outcome = self._watch(self._limits.time_s)
         except (ProcessDiedError, OSError) as error:
             structlog.get_logger().warning("work process died", error=repr(error))
