@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import preload
 from support.postgresql import PostgreSQL, start_postgresql
 from support.serving import Server, start_server
 from support.small_models import TINY_LLAMA, TINY_REQUEST
@@ -17,6 +18,8 @@ from api.jobs.database import Database
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.layouts.layout import MeshSpec, parse_layout
 from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Job, PlanMesh, ShardingPlan, SolverReport
+
+preload()
 
 
 @pytest.fixture

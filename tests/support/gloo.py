@@ -19,18 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.fast_process import make_fast
+from support.fork_server import preload
 
 from executor.torch_internals.gloo import run_one_worker_per_gloo_group
 
-# A fork server is not told where the tests are, so that what they import is named here.
-_FAMILIES = ("bert", "gpt2", "llama", "mixtral", "t5", "vit")
-mp.set_forkserver_preload(
-    [
-        *("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "pytest", "executor.shard", "planner"),
-        *("transformers.generation.utils", "transformers.models.auto.modeling_auto"),
-        *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
-    ]
-)
+preload()
 
 
 class RankError(AssertionError):
