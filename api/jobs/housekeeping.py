@@ -67,10 +67,10 @@ class Leases:
         self._offset: float | None = None
         self._started = False
 
-    def look(self) -> int:
+    def check(self) -> int:
         """Requeue or fail the jobs whose leases have expired; return their number.
 
-        None is lost at the first look, nor where the database's clock was set since the last one, or did not answer:
+        None is lost at the first check, nor where the database's clock was set since the last one, or did not answer:
         its workers could not renew their leases either.
         """
         offset, self._offset = self._offset, None
@@ -116,7 +116,7 @@ def housekeeper(
     keeper.add(_RETENTION_S, lambda: forget(database, keep_s=keep_s, most_kept=most_kept, most_bytes=most_bytes))
     keeper.add(_RETENTION_S, database.shrink)
     if queue is not None:
-        keeper.add(lease_s / 3, Leases(database, store, lease_s).look)
+        keeper.add(lease_s / 3, Leases(database, store, lease_s).check)
         keeper.add(_CALLS_S, lambda: queue.call_again(store.waiting()[:_MOST_AT_ONCE]))
     return keeper
 

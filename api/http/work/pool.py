@@ -34,7 +34,7 @@ _GROWTH_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneLimits:
+class WorkLimits:
     """Limits of one process.
 
     Attributes:
@@ -53,17 +53,17 @@ class LaneLimits:
 SMALL_BYTES = 50_000
 """Bytes of text to be read up to which a request is small; a model's config has a few thousand."""
 
-SMALL = LaneLimits(waiting=256, waiting_of_owner=64, time_s=20.0, niceness=0)
-LARGE = LaneLimits(waiting=32, waiting_of_owner=8, time_s=60.0, niceness=10)
+SMALL = WorkLimits(waiting=256, waiting_of_owner=64, time_s=20.0, niceness=0)
+LARGE = WorkLimits(waiting=32, waiting_of_owner=8, time_s=60.0, niceness=10)
 
 
 class WorkPool:
     """The processes; `run` is called on the event loop only."""
 
     def __init__(
-        self, function: Solve | str = FUNCTION, *, small: LaneLimits = SMALL, large: LaneLimits = LARGE
+        self, function: Solve | str = FUNCTION, *, small: WorkLimits = SMALL, large: WorkLimits = LARGE
     ) -> None:
-        self._small, self._large = _Lane(function, small), _Lane(function, large)
+        self._small, self._large = _WorkProcess(function, small), _WorkProcess(function, large)
 
     def start(self) -> None:
         """Start the processes, without waiting for them."""
@@ -94,21 +94,21 @@ class WorkPool:
             HTTPException: 503 where too many wait, or the client has gone.
             ProblemError: what the function refused.
         """
-        lane = self._small if nbytes <= SMALL_BYTES else self._large
-        async with lane.turn(owner):
+        process = self._small if nbytes <= SMALL_BYTES else self._large
+        async with process.turn(owner):
             if await request.is_disconnected():
                 raise HTTPException(503, "The client has gone.")
             loop = asyncio.get_running_loop()
-            outcome = await loop.run_in_executor(lane.thread, lane.answer, function, arguments)
+            outcome = await loop.run_in_executor(process.thread, process.answer, function, arguments)
         if "error" in outcome:
             raise ProblemError(outcome["error"])
         return outcome["result"]
 
 
-class _Lane:
+class _WorkProcess:
     """One process, its thread, and those who wait for it."""
 
-    def __init__(self, function: Solve | str, limits: LaneLimits) -> None:
+    def __init__(self, function: Solve | str, limits: WorkLimits) -> None:
         self._process = SolverProcess(function, _MEMORY_BYTES, niceness=limits.niceness)
         self._limits = limits
         self._busy = self._stopped = False

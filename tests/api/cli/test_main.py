@@ -110,7 +110,7 @@ def test_plan_has_every_option_by_name() -> None:
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--reduce-dtype", "fp8"], "'fp8' is not one of"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--optimizer", "magic"], "adamw"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--planner", "random"], "there is no planner 'random'"),
-        (["alternatives", "gpt2", "--cluster", "1x4xtoy"], "batch is missing"),
+        (["alternatives", "gpt2", "--cluster", "1x4xtoy"], "batch and seq are missing"),
         (["alternatives", "gpt2", "--cluster", "1x4xtoy", "--batch", "8"], "seq is missing"),
         (["plan", "gpt2", *TINY[:-4], "--seq", "4096"], "1024 learned positions"),
         (["plan", "gpt2", *TINY, "-o", "/nowhere/plan.json"], "there is no folder /nowhere"),

@@ -48,7 +48,7 @@ def store(database: Database) -> JobStore:
 def leases(database: Database, store: JobStore, clocks: Clocks) -> Leases:
     """The leases as a process sees them that has looked at them once."""
     seen = Leases(database, store, LEASE_S)
-    assert seen.look() == 0
+    assert seen.check() == 0
     return seen
 
 
@@ -72,10 +72,10 @@ def test_clock_that_is_set_takes_no_job_from_a_worker_that_lives(
     job = claimed(store)
     for _ in range(3):
         clocks.set_by_s += seconds
-        assert leases.look() == 0
+        assert leases.check() == 0
         clocks.wait(LEASE_S / 3)
         assert store.renew(job, LEASE_S), "it is still the worker's"
-        assert leases.look() == 0
+        assert leases.check() == 0
         seconds = -seconds
     assert store.succeed(job, {"mesh": 1})
     assert not store.succeed(job, {"mesh": 2})
@@ -88,9 +88,9 @@ def test_job_of_a_dead_worker_runs_again_within_a_lease_of_the_clock_being_set(
     store.add("f", {})
     job = claimed(store)
     clocks.set_by_s += seconds
-    assert leases.look() == 0
+    assert leases.check() == 0
     clocks.wait(LEASE_S + 1.0)
-    assert leases.look() == 1
+    assert leases.check() == 1
     assert status(store, job) == "queued"
     again = claimed(store)
     assert (again.id, again.attempt) == (job.id, 2)
@@ -110,12 +110,12 @@ def test_leases_that_could_not_be_renewed_begin_anew(
     with monkeypatch.context() as patch:
         patch.setattr(Database, "read", away)
         with pytest.raises(OperationalError):
-            leases.look()
+            leases.check()
     clocks.wait(60.0)
-    assert leases.look() == 0
+    assert leases.check() == 0
     assert store.renew(job, LEASE_S)
     clocks.wait(LEASE_S + 1.0)
-    assert leases.look() == 1
+    assert leases.check() == 1
 
 
 def test_clock_that_is_set_by_an_hour_forgets_nothing_of_today(
@@ -152,7 +152,7 @@ def test_no_job_is_lost_or_has_two_results_while_the_clock_jumps(database: Datab
         leases = Leases(database, store, LEASE_S)
         while not done.wait(0.01):
             clocks.set_by_s = dice.choice([0.0, HOUR_S, -HOUR_S])
-            leases.look()
+            leases.check()
 
     threads = [threading.Thread(target=target) for target in (work, work, work, jump)]
     for thread in threads:
