@@ -1,13 +1,17 @@
-"""Gloo process groups that do not corrupt memory; checked with torch 2.13."""
+"""Gloo process groups that neither corrupt memory nor abort the process at its end; checked with torch 2.13."""
 
 from __future__ import annotations
 
+import atexit
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
+
+_END_S = 0.05
 
 
 def run_one_worker_per_gloo_group() -> None:
@@ -16,16 +20,24 @@ def run_one_worker_per_gloo_group() -> None:
     In torch 2.13 each worker writes the name of the op that it has completed into one string of its group, without a
     lock. Two workers at once free the string's memory twice, or write to it once it is freed, and the process dies of
     ``malloc(): unaligned tcache chunk detected`` or a segmentation fault, here once in a few thousand steps.
+
+    A worker also needs Python's lock to free the tensors of its last collective, and aborts a process that ends before:
+    torch keeps groups with functional collectives for ever. So the end of the process waits a moment.
     """
-    if dist.is_gloo_available() and not issubclass(distributed_c10d.ProcessGroupGloo, _OneWorker):
-        original = distributed_c10d.ProcessGroupGloo
-        name = "OneWorkerProcessGroupGloo"
-        setattr(distributed_c10d, "ProcessGroupGloo", type(name, (_OneWorker, original), {}))  # noqa: B010 - a type
+    if dist.is_gloo_available() and not isinstance(distributed_c10d.ProcessGroupGloo, _OneWorker):
+        # No subclass: Python would free its groups later than torch's.
+        setattr(distributed_c10d, "ProcessGroupGloo", _OneWorker("OneWorkerProcessGroupGloo", (), {}))  # noqa: B010
+        atexit.register(time.sleep, _END_S)
 
 
-class _OneWorker:
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+class _OneWorker(type):
+    """A class whose instances are torch's groups."""
+
+    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         group: Any = dist.ProcessGroupGloo
         options = group._Options()
         options._devices, options._threads, options._timeout = [group.create_default_device()], 1, timeout
-        super().__init__(store, rank, size, options)  # type: ignore[call-arg]
+        return group(store, rank, size, options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, dist.ProcessGroupGloo)
