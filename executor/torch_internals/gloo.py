@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 _END_S = 0.05
+"""Seconds: ten times as long as Python lets a thread keep its lock while another asks for it."""
 
 
 def run_one_worker_per_gloo_group() -> None:
@@ -25,13 +26,12 @@ def run_one_worker_per_gloo_group() -> None:
     torch keeps groups with functional collectives for ever. So the end of the process waits a moment.
     """
     if dist.is_gloo_available() and not isinstance(distributed_c10d.ProcessGroupGloo, _OneWorker):
-        # No subclass: Python would free its groups later than torch's.
         setattr(distributed_c10d, "ProcessGroupGloo", _OneWorker("OneWorkerProcessGroupGloo", (), {}))  # noqa: B010
         atexit.register(time.sleep, _END_S)
 
 
 class _OneWorker(type):
-    """A class whose instances are torch's groups."""
+    """The class of a class whose instances are torch's own groups, made with other options than torch makes them."""
 
     def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         group: Any = dist.ProcessGroupGloo

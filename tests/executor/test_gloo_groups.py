@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -31,3 +35,29 @@ def test_each_group_has_one_worker_thread() -> None:
 
 def test_collectives_that_overlap_return_what_they_should() -> None:
     assert run_on_gloo(_overlap, 2, 200) == [True, True]
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import executor.resolve.mesh
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+for _ in range(10):
+    started = [funcol.all_reduce(torch.ones(16), "sum", dist.group.WORLD) for _ in range(4)]
+    assert all(each.sum().item() == 32 for each in started)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not list(Path("/usr/lib").glob("*/libc_malloc_debug.so.0")), reason="glibc's malloc checks")
+def test_a_process_that_ends_after_its_last_collective_ends_well(tmp_path: Path) -> None:
+    """Workers are late where malloc is slow: without the pause at the end most of these processes are aborted."""
+    checks = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}
+    for attempt in range(4):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / f"store-{attempt}")]
+        ranks = [subprocess.Popen([*command, str(rank)], env=checks) for rank in range(2)]
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
