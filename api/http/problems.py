@@ -131,10 +131,10 @@ def malformed_problem(errors: Any) -> dict[str, Any]:
 
 def _methods(request: Request) -> str:
     """Return the methods of all routes of a path; Starlette names those of the first route only."""
-    there = request.app.routes
-    routes = [
-        route for router in there for route in getattr(getattr(router, "original_router", None), "routes", [router])
-    ]
+    routes: list[Any] = []
+    for route in request.app.routes:
+        included = getattr(route, "original_router", None)  # FastAPI keeps an included router as one route
+        routes += [route] if included is None else included.routes
     matching = [r for r in routes if isinstance(r, Route) and r.matches(request.scope)[0] is Match.PARTIAL]
     return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 

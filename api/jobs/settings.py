@@ -32,7 +32,10 @@ class ServerSettings(BaseSettings):
     database_url: SecretStr | None = None
     """``postgresql://user:password@host/name``; None: SQLite in ``data_dir``."""
     workers: int = Field(default=1, ge=0, le=256)
-    """Jobs planned at once, in a process each, by the server (SQLite) or by each worker (PostgreSQL). 0: none here."""
+    """Jobs planned at once, in a process each, by the server (SQLite) or by each worker (PostgreSQL). 0: none here.
+
+    While as many run, one more may, of a token that has none running.
+    """
 
     first_token: SecretStr | None = None
     """The text of an API token with all rights, created where the database has no token at all; None: none is."""

@@ -44,7 +44,8 @@ async def healthz(request: Request) -> Health:
 async def readyz(request: Request) -> Readiness:
     """Return whether jobs are accepted: the database answers, its tables are of this version, and its disk has room.
 
-    No token is needed. Without an answer of the database within a second, it is 503.
+    No token is needed. Without an answer of the database within a second, it is 503, and so it is until the processes
+    that read requests have started.
     """
     service = service_of(request)
     check = _running_check(request.app.state)

@@ -55,7 +55,7 @@ def answer(request: dict[str, Any], report: Report, time_limit_s: float) -> Outc
 
 
 def _checked(request: BaseModel, name: str, label: str) -> dict[str, Any]:
-    """Return a checked request as `CheckedRequest` has it."""
+    """Return a request that can be queued: its hash, its JSON data, and its text in lists."""
     return {"fingerprint": name, "request": request.model_dump(mode="json"), "label": printable(label)}
 
 

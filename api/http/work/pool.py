@@ -27,8 +27,12 @@ FUNCTION = "api.http.work.functions:answer"
 """The name of the function of the processes."""
 
 _POLL_S = 0.05
-_START_S = 300.0
+_START_S, _PAUSE_S = 300.0, 1.0
+"""Seconds in which a process has imported torch, on the busiest machine, and between two tries to start one."""
+
 _MEMORY_BYTES = 4_000_000_000
+"""Resident bytes above which a process is ended; the largest body takes a fifth of it."""
+
 _GROWTH_BYTES = 100_000_000
 """Bytes by which a process may have grown when nothing waits for it; then a new one takes its place."""
 
@@ -118,10 +122,10 @@ class _WorkProcess:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="shardplan-work")
 
     def start(self) -> None:
-        self.thread.submit(self._start)
+        self.thread.submit(self._start_at_last)
 
     def stop(self) -> None:
-        self._stopped = True  # the thread looks every `_POLL_S`
+        self._stopped = True  # the thread reads it every `_POLL_S`
         self.thread.shutdown(cancel_futures=True)
         self._process.end()
 
@@ -149,17 +153,32 @@ class _WorkProcess:
             self._process.end()
             return {"error": _DIED}
         if not self._waiting and self._process.resident_bytes > self._least_bytes + _GROWTH_BYTES:
-            self._process.end()
-            self.thread.submit(self._start)
+            self._process.end()  # the next request starts another, within milliseconds
         return outcome
 
+    def _start_at_last(self) -> None:
+        """Start the process, again and again until it is there: the server is not ready before."""
+        while not self._stopped:
+            try:
+                self._start()
+                return
+            except (ProcessDiedError, OSError) as error:
+                structlog.get_logger().warning("no work process", error=repr(error))
+                self._process.end()
+                time.sleep(_PAUSE_S)
+
     def _start(self) -> None:
-        """Start the process, unless it is alive, and note what it holds before it has done anything."""
+        """Start the process, unless it is alive, and note what it holds before it has done anything.
+
+        Raises:
+            ProcessDiedError: the process ended before it was ready. `OSError`: the machine cannot start one.
+        """
         if self._stopped or self._process.is_alive:
             return
         self._process.start()
         self._process.ask('{"function": "ready", "arguments": {}}', _START_S)
-        self._watch(_START_S)
+        if "error" in (self._watch(_START_S) or {}):
+            raise ProcessDiedError
         self._least_bytes = self._process.resident_bytes
         self.is_ready = True
 

@@ -1,9 +1,8 @@
-"""Hostile bodies and graphs: each is refused as the client's fault, or fails as a job, soon, and nothing of it runs."""
+"""Hostile bodies and graphs: each is refused as the client's fault, soon, and nothing of it runs."""
 
 from __future__ import annotations
 
 import base64
-import copy
 import gzip
 import json
 import time
@@ -11,38 +10,34 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx2
 import pytest
 from fastapi.testclient import TestClient
-from support import families
-from support.serving import Server, start_server
+from support.hostile import (
+    BAIT,
+    DIGITS,
+    JSON,
+    LAUGHS,
+    Document,
+    baited,
+    changed,
+    check,
+    config,
+    graph_body,
+    plan,
+    relu,
+    traced_document,
+)
 from support.small_models import TINY_LLAMA, TINY_REQUEST
 
 from api.http.app import create_app
 from api.jobs.settings import ServerSettings
-from planner.graph.trace_module import trace_module
-from planner.wire.codec import write_graph
-from planner.wire.document import FORMAT, MAX_NBYTES, text_of
+from planner.wire.document import FORMAT, MAX_NBYTES
 
 PROBLEM = "application/problem+json"
-JSON = {"Content-Type": "application/json"}
-BAIT = "hostile_bait"
-"""A module on the path of the processes, whose import leaves a file."""
 SOON_S = 10.0
 """A refusal takes milliseconds, or a second for the largest; the rest is for machines with other work."""
 
-Document = dict[str, Any]
-
-
 # --- bodies that are refused at once ---------------------------------------------------------------------------------
-
-
-def plan(**change: Any) -> bytes:
-    return json.dumps({**TINY_REQUEST, **change}).encode()
-
-
-def config(**change: Any) -> bytes:
-    return plan(model={"hf_config": {**TINY_LLAMA, **change}})
 
 
 def deep(levels: int, inner: Any = 1) -> Any:
@@ -129,9 +124,6 @@ REFUSED_PLANS: dict[str, bytes] = {
     "mesh of 1000 axes": plan(mesh=",".join(f"a{n}=1" for n in range(1000))),
 }
 
-DIGITS = "9" * 5000
-"""More than Python turns into an int."""
-
 
 def with_digits(body: bytes) -> bytes:
     return body.replace(b"-777", DIGITS.encode())
@@ -146,15 +138,6 @@ REFUSED_PLANS |= {
 }
 
 PLAN = {"format_version": 1, "mesh": {"names": ["dp"], "shape": [4], "device": "cuda"}}
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
-)
-"""YAML of 10^12 texts."""
-
-
-def check(configuration: str, **change: Any) -> bytes:
-    request = {"model": "gpt2", "cluster": "1x4xtoy", "batch": 8, "seq": 64, "configuration": configuration}
-    return json.dumps({**request, **change}).encode()
 
 
 def estimate(**change: Any) -> bytes:
@@ -210,17 +193,6 @@ OTHER_TYPES: dict[str, str] = {
 # --- graphs that are refused at once ---------------------------------------------------------------------------------
 
 
-def relu(document: Document) -> Document:
-    found: Document = next(op for op in document["ops"] if "relu" in op["op"])
-    return found
-
-
-def made_by_relu(document: Document) -> Document:
-    name = relu(document)["outputs"][0]
-    found: Document = next(value for value in document["values"] if value["name"] == name)
-    return found
-
-
 BROKEN: dict[str, Callable[[Document], object]] = {
     "cycle": lambda d: d["ops"][0].update(args=[{"value": d["ops"][-1]["outputs"][0]}, *d["ops"][0]["args"][1:]]),
     "op that reads itself": lambda d: relu(d).update(args=[{"value": relu(d)["outputs"][0]}]),
@@ -273,33 +245,15 @@ NO_GRAPHS: dict[str, Callable[[], object]] = {
 }
 
 
-def graph_body(graph: object) -> bytes:
-    settings = {"cluster": "1x4xtoy", "mesh": "dp=4", "planner": "data-parallel", "dtype": "fp32"}
-    return json.dumps({"model": {"graph": graph}, **settings}).encode()
-
-
 @pytest.fixture(scope="module")
 def document() -> Document:
-    module, kwargs = families.make("mlp", 8)
-    traced = trace_module(module, example_inputs=kwargs, dtype="fp32")
-    found: Document = json.loads(text_of(write_graph(traced)))
-    return found
-
-
-def changed(document: Document, change: Callable[[Document], object]) -> Document:
-    copied = copy.deepcopy(document)
-    change(copied)
-    return copied
+    return traced_document()
 
 
 @pytest.fixture(scope="module")
 def bait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The path on which processes find a module that nobody may import."""
-    folder = tmp_path_factory.mktemp("bait")
-    marker = folder / "was-imported"
-    (folder / f"{BAIT}.py").write_text(f"open({str(marker)!r}, 'w')\nModel = run = print\n")
-    yield {"PYTHONPATH": str(folder)}
-    assert not marker.exists()
+    with baited(tmp_path_factory.mktemp("bait")) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
@@ -357,115 +311,3 @@ def test_what_is_no_graph_is_refused(client: TestClient, graph: Callable[[], obj
 def test_after_all_that_the_service_works_and_nothing_hostile_was_queued(client: TestClient) -> None:
     assert client.get("/v1/plans").json()["jobs"] == []
     assert client.post("/v1/plans", content=plan(), headers=JSON).status_code == 202
-
-
-# --- what is accepted, and then fails --------------------------------------------------------------------------------
-
-FAILING_CONFIGS: dict[str, dict[str, Any]] = {
-    "layers as a text": {"num_hidden_layers": "2"},
-    "layers of 1e308": {"num_hidden_layers": 1e308},
-    "layers as a boolean": {"num_hidden_layers": True},
-    "layers as a list": {"num_hidden_layers": [2]},
-    "width 0": {"hidden_size": 0},
-    "negative width": {"hidden_size": -64},
-    "width of 2^62": {"hidden_size": 2**62},
-    "width of 400 digits": {"hidden_size": 10**400},
-    "no heads": {"num_attention_heads": 0},
-    "heads that do not divide": {"num_attention_heads": 3},
-    "vocabulary of 2^62": {"vocab_size": 2**62},
-    "function of code": {"hidden_act": "os.system"},
-    "rope of code": {"rope_scaling": {"rope_type": "__import__", "factor": 1e308}},
-    "type of a module": {"model_type": BAIT},
-    "type of a path": {"model_type": "../llama"},
-    "type of an attribute": {"model_type": "__class__"},
-    "methods as values": {"forward": "os.system", "__init__": "x", "to_dict": 1},
-    "config in the config": {"text_config": {"model_type": BAIT}},
-    "100,000 types of layers": {"layer_types": ["os"] * 100_000},
-}
-HARMLESS_CONFIGS: dict[str, dict[str, Any]] = {
-    "code of its own": {
-        "auto_map": {"AutoModelForCausalLM": f"{BAIT}.Model"},
-        "trust_remote_code": True,
-        "architectures": [f"{BAIT}.Model"],
-        "quantization_config": {"quant_method": BAIT},
-        "torch_dtype": BAIT,
-        "_attn_implementation": f"{BAIT}/kernel",
-        "attn_implementation": f"{BAIT}/kernel",
-    },
-}
-"""Code that is named and never looked at."""
-FAILING_PLANS: dict[str, bytes] = {
-    "pin of 400 stars": plan(pins=["*a" * 400 + "=R"]),
-    "pin of a regular expression": plan(pins=["(a+)+$=R"]),
-    "pin of 900 digits": plan(pins=[f"lm_head.weight=S({'9' * 900})"]),
-}
-FAILING_CHECKS: dict[str, bytes] = {
-    "YAML that calls": check(f"a: !!python/object/apply:{BAIT}.run []\n", framework="accelerate"),
-    "YAML of 10^12 texts": check(LAUGHS, framework="megatron-bridge"),
-    "YAML of 5000 digits": check("num_machines: " + DIGITS, framework="accelerate"),
-    "deep JSON": check('{"a":' * 10_000, framework="deepspeed"),
-    "deep YAML": check("[" * 1_000, framework="accelerate"),
-    "deep TOML": check("a = " + "[" * 10_000, framework="torchtitan"),
-}
-WRONG_WHEN_RUN: dict[str, Callable[[Document], object]] = {
-    "shape that the op does not make": lambda d: made_by_relu(d).update(shape=[99991, 3]),
-    "dtype that the op does not make": lambda d: made_by_relu(d).update(dtype="int8"),
-    "shapes that do not go together": lambda d: d["values"][0].update(shape=[3, 3]),
-    "weight of 2^58 bytes": lambda d: d["values"][0].update(shape=[2**28, 2**28]),
-}
-
-
-@pytest.fixture(scope="module")
-def planning(bait: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that plans what it accepts."""
-    server = start_server(tmp_path_factory.mktemp("data"), **bait, SHARDPLAN_WORKERS="2")
-    yield server
-    server.stop()
-
-
-def ended(server: Server, path: str, bodies: dict[str, bytes]) -> dict[str, dict[str, Any]]:
-    """Return the jobs of the bodies, once all have ended."""
-    jobs = {}
-    for name, body in bodies.items():
-        answer = httpx2.post(f"{server.url}{path}", content=body, headers=JSON, timeout=60)
-        assert answer.status_code == 202, f"{name}: {answer.text[:500]}"
-        jobs[name] = answer.json()["id"]
-    return {name: until_ended(f"{server.url}{path}/{job}") for name, job in jobs.items()}
-
-
-def until_ended(address: str) -> dict[str, Any]:
-    end = time.monotonic() + 120
-    while (job := httpx2.get(address, timeout=60).json())["status"] in {"queued", "running"}:
-        assert time.monotonic() < end, address
-        time.sleep(0.1)
-    found: dict[str, Any] = job
-    return found
-
-
-def assert_all_failed(jobs: dict[str, dict[str, Any]]) -> None:
-    outcomes = {name: (job["status"], (job["error"] or {}).get("status")) for name, job in jobs.items()}
-    assert outcomes == dict.fromkeys(jobs, ("failed", 422))
-    assert all(job["error"]["detail"] for job in jobs.values())
-
-
-@pytest.mark.slow
-def test_hostile_jobs_fail_with_a_reason(planning: Server) -> None:
-    bodies = {name: config(**change) for name, change in FAILING_CONFIGS.items()}
-    assert_all_failed(ended(planning, "/v1/plans", bodies | FAILING_PLANS))
-
-
-@pytest.mark.slow
-def test_hostile_graphs_fail_when_they_are_run(planning: Server, document: Document) -> None:
-    bodies = {name: graph_body(changed(document, change)) for name, change in WRONG_WHEN_RUN.items()}
-    assert_all_failed(ended(planning, "/v1/plans", bodies))
-
-
-@pytest.mark.slow
-def test_hostile_configurations_fail_with_a_reason(planning: Server) -> None:
-    assert_all_failed(ended(planning, "/v1/checks", FAILING_CHECKS))
-
-
-@pytest.mark.slow
-def test_code_that_a_config_names_is_never_looked_at(planning: Server) -> None:
-    bodies = {name: config(**change) for name, change in HARMLESS_CONFIGS.items()}
-    assert [job["status"] for job in ended(planning, "/v1/plans", bodies).values()] == ["succeeded"] * len(bodies)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,9 @@ from fastapi import HTTPException, Request
 from support import fakes_for_work
 
 from api.http.problems import ProblemError
+from api.http.work import pool
 from api.http.work.pool import LARGE, SMALL, SMALL_BYTES, WorkPool
+from api.jobs.solver_process import SolverProcess
 
 Run = Callable[..., Awaitable[Any]]
 
@@ -36,17 +39,17 @@ def with_pool(scenario: Callable[[Run], Awaitable[None]], **limits: Any) -> None
 
     async def main() -> None:
         small, large = (dataclasses.replace(each, **limits) for each in (SMALL, LARGE))
-        pool = WorkPool(fakes_for_work.answer, small=small, large=large)
-        pool.start()
+        made = WorkPool(fakes_for_work.answer, small=small, large=large)
+        made.start()
 
         async def run(name: str, value: Any = None, *, owner: str = "a", large: bool = True, gone: bool = False) -> Any:
             request = cast(Request, Client(gone=gone))
-            return await pool.run(request, owner, name, SMALL_BYTES + 1 if large else SMALL_BYTES, value=value)
+            return await made.run(request, owner, name, SMALL_BYTES + 1 if large else SMALL_BYTES, value=value)
 
         try:
             await scenario(run)
         finally:
-            pool.stop()
+            made.stop()
 
     asyncio.run(main())
 
@@ -171,3 +174,24 @@ def test_the_server_itself_imports_nothing_heavy() -> None:
     script = "import sys, api.http.serve; print(*{'torch', 'networkx', 'pulp', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+def test_a_process_that_cannot_start_at_first_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, tries = SolverProcess.start, []
+
+    def fails_first(process: SolverProcess) -> None:
+        tries.append(process)
+        if len(tries) <= 2:
+            raise OSError("no memory")
+        start(process)
+
+    monkeypatch.setattr(SolverProcess, "start", fails_first)
+    monkeypatch.setattr(pool, "_PAUSE_S", 0.01)
+    made = pool.WorkPool(fakes_for_work.answer)
+    made.start()
+    for _ in range(600):
+        if made.is_ready:
+            break
+        time.sleep(0.05)
+    made.stop()
+    assert made.is_ready
