@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -72,6 +73,7 @@ class Guard:
         self._rate = rate
         self._metrics = metrics
         self._open_until = 0.0
+        self._known: dict[str, tuple[float, asyncio.Task[bool]]] = {}
 
     async def caller(self, request: Request, scope: Scope) -> Caller:
         """Return the caller of a request.
@@ -86,8 +88,7 @@ class Guard:
         grant = await self._grant(request)
         if grant is None:
             self._metrics.refused("token")
-            challenge = {"WWW-Authenticate": 'Bearer realm="shardplan"'}
-            raise HTTPException(401, "This needs a valid API token: Authorization: Bearer sp_...", headers=challenge)
+            raise without_token()
         caller = Caller(owner=grant[0], scope=grant[1])
         wait_s = self._rate.wait_s(caller.owner, time.monotonic())
         if wait_s > 0:
@@ -99,7 +100,18 @@ class Guard:
         return caller
 
     async def still_knows(self, request: Request) -> bool:
-        """Return whether a request that was let in would be now: its token was not revoked, or there is still none."""
+        """Return whether a request that was let in would be now: its token was not revoked, or there is still none.
+
+        The answer is at most a second old, and one for all requests with the same token.
+        """
+        text, now = request.headers.get("authorization", ""), time.monotonic()
+        if text not in self._known or now - self._known[text][0] > _TOKENS_CHECKED_EVERY_S:
+            # Only what is recent stays, so that this does not grow.
+            recent = {key: known for key, known in self._known.items() if now - known[0] <= _TOKENS_CHECKED_EVERY_S}
+            self._known = recent | {text: (now, asyncio.create_task(self._knows(request)))}
+        return await asyncio.shield(self._known[text][1])  # a client that goes does not end the query of the others
+
+    async def _knows(self, request: Request) -> bool:
         return await self._is_open() or await self._grant(request) is not None
 
     async def _grant(self, request: Request) -> tuple[str, Scope] | None:
@@ -124,6 +136,12 @@ class Guard:
         if name not in _LOOPBACK:
             self._metrics.refused("host")
             raise HTTPException(403, "A server without API tokens answers to the names of its own machine only.")
+
+
+def without_token() -> HTTPException:
+    """Return the answer to a request that has no valid token."""
+    challenge = {"WWW-Authenticate": 'Bearer realm="shardplan"'}
+    return HTTPException(401, "This needs a valid API token: Authorization: Bearer sp_...", headers=challenge)
 
 
 def needs(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import Request
 
 from api.http.auth import Guard, RateLimit
 from api.http.idempotency import IdempotencyKeys
+from api.http.job_news import JobNews
 from api.http.response_cache import Answers
 from api.http.work.pool import WorkPool
 from api.jobs.database import Database
@@ -31,6 +32,7 @@ class Service:
         runner: the embedded workers; None with PostgreSQL, where ``shardplan worker`` processes plan.
         calls: the queue that wakes these processes; None with SQLite.
         keeper: the thread of periodic duties.
+        news: what happens to jobs, for streams and waiting requests.
         work: the processes that read requests and draw plans.
         stopping: set when the server starts to shut down.
     """
@@ -46,8 +48,9 @@ class Service:
     calls: CallQueue | None
     keeper: Housekeeper
     streams: OpenStreams
+    news: JobNews
     work: WorkPool
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: asyncio.Event
 
     def stop(self) -> None:
         """Stop the embedded workers, which requeue their running jobs, and close the database."""
@@ -88,6 +91,7 @@ def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
     work = WorkPool()
     work.start()
     rate = RateLimit(per_s=settings.requests_per_s, burst=settings.requests_burst)
+    stopping = asyncio.Event()
     return Service(
         settings=settings,
         database=database,
@@ -100,7 +104,9 @@ def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
         calls=calls,
         keeper=keeper,
         streams=OpenStreams(settings.max_streams),
+        news=JobNews(database, stopping),
         work=work,
+        stopping=stopping,
     )
 
 

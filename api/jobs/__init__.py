@@ -6,6 +6,6 @@ the database                                database.Database, migrations
 workers in the server; on other machines    embedded_workers.JobRunner, remote_worker.work
 one job, supervised                         supervisor, solver_process, solve
 comparisons of plans                        comparisons.comparison_rows
-progress events                             events.read_events
+progress events                             events.read_news
 settings                                    settings.ServerSettings
 """

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import and_, false, or_, select
 
 from api.jobs.database import Database
+from api.jobs.records.job import UNFINISHED
 from api.jobs.tables import EventRow, JobRow
 
 
@@ -20,15 +21,36 @@ class Event:
     data_json: str
 
 
-def read_events(database: Database, job_number: int, after: int) -> tuple[Sequence[Event], bool]:
-    """Return a job's events with numbers above ``after``, in order, and whether the job has ended."""
-    statement = select(EventRow.number, EventRow.data).where(EventRow.job_number == job_number, EventRow.number > after)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """Events of a job, in order, and whether it has ended; false where there is neither."""
+
+    events: Sequence[Event] = ()
+    ended: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.events) or self.ended
+
+    def above(self, number: int) -> News:
+        """Return these news without the events up to this number."""
+        return News(events=[event for event in self.events if event.number > number], ended=self.ended)
+
+
+def read_news(database: Database, after: Mapping[int, int]) -> dict[int, News]:
+    """Return the news of several jobs: for each job's number, its events with numbers above ``after[number]``.
+
+    A job that is gone has ended.
+    """
+    wanted = [and_(EventRow.job_number == job, EventRow.number > number) for job, number in after.items()]
+    rows = select(EventRow.job_number, EventRow.number, EventRow.data).where(or_(false(), *wanted))
+    statuses = select(JobRow.number).where(JobRow.number.in_(list(after)), JobRow.status.in_(UNFINISHED))
     with database.read() as connection:
-        # The status is read first, so that an ended job's events are complete: none is written after its end.
-        status = connection.scalar(select(JobRow.status).where(JobRow.number == job_number))
-        rows = connection.execute(statement.order_by(EventRow.number)).all()
-    events = [Event(number=row.number, data_json=row.data) for row in rows]
-    return events, status not in {"queued", "running"}
+        # The statuses are read first, so that an ended job's events are complete: none is written after its end.
+        unfinished = set(connection.scalars(statuses))
+        events: dict[int, list[Event]] = {job: [] for job in after}
+        for row in connection.execute(rows.order_by(EventRow.number)):
+            events[row.job_number].append(Event(number=row.number, data_json=row.data))
+    return {job: News(events=events[job], ended=job not in unfinished) for job in after}
 
 
 class OpenStreams:

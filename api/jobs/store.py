@@ -133,11 +133,6 @@ class JobStore:
         with self._database.read() as connection:
             return one_job(connection, job_rows().where(own_job))
 
-    def has_ended(self, job: JobRecord) -> bool:
-        """Return whether a job neither waits nor runs by now; one that was deleted does neither."""
-        with self._database.read() as connection:
-            return connection.scalar(select(JobRow.status).where(JobRow.number == job.number)) not in UNFINISHED
-
     def find(self, fingerprint: str, *, owner: str = "") -> JobRecord | None:
         """Return the owner's job of this fingerprint, or None."""
         with self._database.read() as connection:

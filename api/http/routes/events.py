@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
-import structlog
 from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from api.http.service import Service
 from api.jobs.database import UNREACHABLE
-from api.jobs.events import OpenStreams, read_events
+from api.jobs.events import News, OpenStreams
 from api.jobs.store import JobRecord
 
-_POLL_S = 0.3
 _ALIVE_S = 10.0
-_TOKEN_S = 2.0
+_TOKEN_S = 1.0
 """Seconds between two looks at whether the token of a stream is still valid."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -73,25 +70,21 @@ class _EventStream(StreamingResponse):
 
 async def _events(request: Request, service: Service, job_number: int, after: int) -> AsyncIterator[str]:
     last_sent = last_known = time.monotonic()
+    news = News()
+    with suppress(*UNREACHABLE):  # the news come when the database is back
+        news = await service.news.now(job_number, after)
     while not service.stopping.is_set():
-        try:
-            if time.monotonic() - last_known > _TOKEN_S:
-                if not await service.guard.still_knows(request):
-                    return
-                last_known = time.monotonic()
-            new_events, ended = await run_in_threadpool(read_events, service.database, job_number, after)
-        except UNREACHABLE as error:  # the stream goes on when the database is back
-            structlog.get_logger().warning("database unreachable", error=type(error).__name__)
-            new_events, ended = [], False
-            await asyncio.sleep(_TOKEN_S)
-        for event in new_events:
+        for event in news.events:
             after, last_sent = event.number, time.monotonic()
             yield f"id: {event.number}\ndata: {event.data_json}\n\n"
-        if ended:
+        if news.ended or await request.is_disconnected():
             return
         if time.monotonic() - last_sent > _ALIVE_S:
             yield ": still there\n\n"
             last_sent = time.monotonic()
-        if await request.is_disconnected():
-            return
-        await asyncio.sleep(_POLL_S)
+        news = await service.news.wait(job_number, after, timeout_s=_TOKEN_S)
+        if time.monotonic() - last_known > _TOKEN_S:
+            with suppress(*UNREACHABLE):
+                if not await service.guard.still_knows(request):
+                    return
+                last_known = time.monotonic()

@@ -22,10 +22,10 @@ from support.postgresql import PostgreSQL
 from support.serving import Server, start_server
 
 from api.http.app import create_app
-from api.http.routes import events
+from api.http import job_news
 from api.http.work.pool import WorkPool
 from api.jobs import database as databases
-from api.jobs.events import read_events
+from api.jobs.events import read_news
 from api.jobs.settings import ServerSettings
 from api.jobs.startup import open_database
 from api.jobs.store import JobStore
@@ -241,10 +241,10 @@ def test_a_stream_outlives_a_database_that_is_away(
         if away:
             away.pop()
             raise OperationalError("", {}, Exception())
-        return read_events(*arguments)
+        return read_news(*arguments)
 
-    monkeypatch.setattr(events, "read_events", read_or_not)
-    monkeypatch.setattr(events, "_TOKEN_S", 0.05)
+    monkeypatch.setattr(job_news, "read_news", read_or_not)
+    monkeypatch.setattr(job_news, "_AWAY_S", 0.05)
     assert "cancelled" in client.get(f"/v1/plans/{job}/events").text
     assert not away
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.testclient import TestClient
 from support.small_models import TINY_REQUEST
 
 from api.http.app import create_app
+from api.http.job_news import JobNews
 from api.http.routes.waiting import until_ended
 from api.http.service import Service
 from api.jobs.database import Database
@@ -120,13 +121,19 @@ class Client:
         return self.looks < 0
 
 
+async def knows(request: Request) -> bool:
+    return True
+
+
 @pytest.fixture
 def waits(tmp_path: Path) -> Iterator[tuple[Service, JobRecord]]:
     """A service with a job that does not end."""
     database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
     database.migrate()
     store = JobStore(database)
-    parts = SimpleNamespace(store=store, streams=OpenStreams(1), stopping=asyncio.Event())
+    stopping = asyncio.Event()
+    news, guard = JobNews(database, stopping), SimpleNamespace(still_knows=knows)
+    parts = SimpleNamespace(store=store, streams=OpenStreams(1), news=news, guard=guard, stopping=stopping)
     yield cast(Service, parts), store.add("f", {"model": "a"})
     database.close()
 
@@ -150,3 +157,14 @@ def test_a_server_that_stops_answers_at_once(waits: tuple[Service, JobRecord]) -
 def test_a_job_that_is_deleted_is_not_waited_for(waits: tuple[Service, JobRecord]) -> None:
     gone = JobRecord(**{name: getattr(waits[1], name) for name in waits[1].__slots__} | {"number": 99, "id": "f" * 32})
     assert wait_for(waits[0], gone, Client()) == gone
+
+
+def test_a_token_that_is_revoked_is_not_waited_for(waits: tuple[Service, JobRecord]) -> None:
+    async def knows_no_more(request: Request) -> bool:
+        return False
+
+    waits[0].guard.still_knows = knows_no_more  # type: ignore[method-assign]
+    with pytest.raises(HTTPException) as refused:
+        wait_for(*waits, Client())
+    assert refused.value.status_code == 401
+    assert waits[0].streams.take()

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from api.jobs.database import Database
-from api.jobs.events import read_events
+from api.jobs.events import read_news
 from api.jobs.housekeeping import Leases, forget
 from api.jobs.store import JobRecord, JobStore
 
@@ -164,6 +164,6 @@ def test_no_job_is_lost_or_has_two_results_while_the_clock_jumps(database: Datab
     assert sorted(results) == sorted(job.id for job in jobs), "each has one result"
     assert store.counts() == {"succeeded": len(jobs)}
     for job in jobs:
-        found, ended = read_events(database, job.number, 0)
-        assert ended
-        assert [item.data_json for item in found].count('{"stage": "succeeded"}') == 1
+        news = read_news(database, {job.number: 0})[job.number]
+        assert news.ended
+        assert [item.data_json for item in news.events].count('{"stage": "succeeded"}') == 1

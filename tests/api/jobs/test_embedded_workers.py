@@ -21,7 +21,7 @@ from support import fakes_for_jobs
 from api.jobs import supervisor
 from api.jobs.database import Database
 from api.jobs.embedded_workers import JobRunner
-from api.jobs.events import read_events
+from api.jobs.events import read_news
 from api.jobs.metrics import Metrics
 from api.jobs.solver_main import Solve
 from api.jobs.solver_process import SolverProcess
@@ -162,8 +162,8 @@ def test_progress_is_recorded_while_the_job_runs(
     assert Path(pipes["started"]).read_text() == "started"
     Path(pipes["released"]).write_text("")
     until_ended(store, job.id)
-    found, _ = read_events(database, job.number, 0)
-    assert [item.data_json for item in found][1:] == [
+    news = read_news(database, {job.number: 0})[job.number]
+    assert [item.data_json for item in news.events][1:] == [
         '{"stage": "running"}',
         '{"stage": "blocking"}',
         '{"stage": "succeeded"}',

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from api.jobs.database import Database
-from api.jobs.events import read_events
+from api.jobs.events import read_news
 from api.jobs.records.results import is_better, is_cut_short
 from api.jobs.store import JobRecord, JobStore, Limits, TooManyJobsError
 
@@ -156,9 +156,9 @@ def test_a_search_that_is_cancelled_keeps_the_earlier_result(store: JobStore, da
     assert store.cancel(job.id)
     found = read(store, job)
     assert (found.status, found.plan, found.error) == ("succeeded", CUT_SHORT, None)
-    events, ended = read_events(database, job.number, 0)
-    assert ended
-    assert '"succeeded"' in events[-1].data_json
+    news = read_news(database, {job.number: 0})[job.number]
+    assert news.ended
+    assert '"succeeded"' in news.events[-1].data_json
     assert running is None or not store.succeed(running, BETTER), "it is no longer its job"
     assert not store.cancel(job.id)
 

@@ -14,7 +14,7 @@ from sqlalchemy import delete, event, update
 
 from api.http.idempotency import IdempotencyError, IdempotencyKeys
 from api.jobs.database import Database
-from api.jobs.events import read_events
+from api.jobs.events import read_news
 from api.jobs.housekeeping import forget
 from api.jobs.store import JobRecord, JobStore, Limits, TooManyJobsError
 from api.jobs.tables import EventRow, JobRow, PlanRow
@@ -183,8 +183,8 @@ def test_lease_that_is_renewed_at_the_last_moment_holds(database: Database, stor
 def test_equal_requests_at_one_moment_are_one_job_that_is_queued_once(database: Database, store: JobStore) -> None:
     first, second = meanwhile(database, lambda: store.add("f", {}), lambda: store.add("f", {}))
     assert first.id == second.id
-    found, _ = read_events(database, first.number, 0)
-    assert [item.data_json for item in found] == ['{"stage": "queued"}']
+    news = read_news(database, {first.number: 0})[first.number]
+    assert [item.data_json for item in news.events] == ['{"stage": "queued"}']
 
 
 def test_job_of_a_lost_worker_runs_again_once(database: Database, store: JobStore) -> None:
@@ -216,12 +216,12 @@ def test_events_tell_what_happened(database: Database, store: JobStore) -> None:
     job = store.add("f", {})
     running = claimed(store)
     store.renew(running, 60.0, [{"stage": "tracing"}, {"stage": "solving", "mesh": "dp=2"}])
-    found, ended = read_events(database, job.number, 0)
-    assert not ended
+    found = read_news(database, {job.number: 0})[job.number]
+    assert not found.ended
     store.succeed(running, {})
-    rest, ended = read_events(database, job.number, found[-1].number)
-    assert ended
-    assert [event.data_json for event in (*found, *rest)] == [
+    rest = read_news(database, {job.number: found.events[-1].number})[job.number]
+    assert rest.ended
+    assert [event.data_json for event in (*found.events, *rest.events)] == [
         '{"stage": "queued"}',
         '{"stage": "running"}',
         '{"stage": "tracing"}',
