@@ -21,8 +21,8 @@ from sqlalchemy.exc import OperationalError
 from support.postgresql import PostgreSQL
 from support.serving import Server, start_server
 
-from api.http.app import create_app
 from api.http import job_news
+from api.http.app import create_app
 from api.http.work.pool import WorkPool
 from api.jobs import database as databases
 from api.jobs.events import read_news
