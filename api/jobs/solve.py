@@ -15,6 +15,7 @@ from api.requests.errors import UserError, problem_of
 from api.requests.explanations import ExplanationRequest, check_explanation
 from api.requests.plan_request import explained, plan_request
 from api.requests.schemas import PlanRequest
+from executor.torch_internals.caches import empty_caches_of_shapes
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import Planned, Progress
 
@@ -38,6 +39,8 @@ def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outco
         # The boundary of the process: any exception becomes the job's error, and the process takes the next request.
         structlog.get_logger().exception("job failed", model=str(request.get("model"))[:100])
         return {"error": problem_of(error)}
+    finally:
+        empty_caches_of_shapes()
 
 
 def _outcome(request: dict[str, Any], progress: Progress, time_limit_s: float) -> Outcome:

@@ -7,7 +7,8 @@ share a storage count once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -91,18 +92,34 @@ class _Saved:
     extra_nbytes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Storage -> its bytes."""
     _alive: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Holds the extra tensors, so that no other storage gets their address."""
+    """Holds the tensors, so that no other storage gets their address."""
 
-    def pack(self, tensor: torch.Tensor, tensors: MetaTensors) -> torch.Tensor:
-        """Note a tensor that autograd saves."""
-        storage = tensor.untyped_storage()
-        root = tensors.root_of_storage(storage)
-        if root is not None:
-            self.values.append(root)
-        else:
-            self.extra_nbytes[storage._cdata] = storage.nbytes()
-            self._alive.append(tensor)
-        return tensor
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Return a context in which the tensors that autograd saves are noted."""
+
+        # Autograd keeps hooks and what they return, out of the garbage collector's sight. Neither may lead to the
+        # graph, or it is never freed.
+        noted: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            noted.append(tensor.detach())
+            return noted[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self._alive += noted
+        noted.clear()
+
+    def find(self, tensors: MetaTensors) -> None:
+        """Tell the tensors of the graph among those that were noted from the others."""
+        for tensor in self._alive:
+            storage = tensor.untyped_storage()
+            root = tensors.root_of_storage(storage)
+            if root is not None:
+                self.values.append(root)
+            else:
+                self.extra_nbytes[storage._cdata] = storage.nbytes()
 
     def claim(self, storage: torch.UntypedStorage, root: str) -> None:
         """Count ``storage``, which holds a result, as a tensor of the graph if autograd saves it."""
@@ -167,11 +184,9 @@ class _Profiler:
         if op.target_name in fused_kernels.NAMES:
             return fused_op_profile(op, inputs, outputs[0], self.tensors, self._compiles)
         saved, args = _Saved(), [self.tensors.tensor(name) for name in op.inputs]
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: saved.pack(tensor, self.tensors), lambda tensor: tensor
-        )
-        with hooks, FlopCount() as count:
+        with saved.noting(), FlopCount() as count:
             op_result = run_op(op, args)
+        saved.find(self.tensors)
         results = [leaf for leaf in pytree.tree_leaves(op_result) if isinstance(leaf, torch.Tensor)]
         is_flash = op.target is ATTENTION and self._flash
         if is_flash:
