@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.http.app import create_app
+from api.http.connection import Connection
 from api.http.work.pool import FUNCTION
 from api.jobs.logs import configure_logs
 from api.jobs.settings import ServerSettings, read_settings
@@ -67,6 +68,7 @@ def serve(options: dict[str, Any]) -> None:
             app,
             log_config=None,
             access_log=False,
+            http=Connection,
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )

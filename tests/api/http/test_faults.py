@@ -37,10 +37,12 @@ IDLE = {"SHARDPLAN_WORKERS": "0"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that plans nothing, and waits a second for a body."""
+    """A server that plans nothing, and waits a second for the head and the body of a request."""
     folder = tmp_path_factory.mktemp("faults")
     # sitecustomize runs before the server does
-    (folder / "sitecustomize.py").write_text("import api.http.bodies\napi.http.bodies._BODY_S = 1.0\n")
+    limits = ("api.http.bodies", "_BODY_S"), ("api.http.connection", "_HEAD_S")
+    text = "".join(f"import {module}\n{module}.{name} = 1.0\n" for module, name in limits)
+    (folder / "sitecustomize.py").write_text(text)
     path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     running = start_server(folder / "data", PYTHONPATH=path, **IDLE)
     yield running
@@ -67,6 +69,7 @@ def logged(server: Server, request_id: str) -> dict[str, Any]:
 
 
 HEAD = "POST {path} HTTP/1.1\nHost: 127.0.0.1\nContent-Type: application/json\nX-Request-ID: {id}\n"
+GET = "GET /healthz HTTP/1.1\nHost: 127.0.0.1\n"
 
 
 @pytest.mark.parametrize("path", ["/v1/plans", "/v1/estimates", "/v1/plans/diff"])
@@ -81,6 +84,23 @@ def test_body_that_does_not_come_is_answered_and_the_connection_closed(server: S
     problem = json.loads(content)
     assert (problem["status"], problem["title"]) == (408, "The body did not come")
     assert "within 1 s" in problem["detail"]
+
+
+@pytest.mark.parametrize("head", ["", "GET /healthz HT", f"{GET}X-A: 1"])
+def test_connection_whose_request_does_not_come_is_closed(server: Server, head: str) -> None:
+    with connected(server, head) as connection:
+        assert connection.recv(65536) == b""
+    if head:  # the second request on a connection
+        with connected(server, f"{GET}\n{head}") as connection:
+            assert b"".join(iter(lambda: connection.recv(65536), b"")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("head", ["", "GET /", f"{GET}X-A: ", GET + "A: 1\n" * 9000])
+def test_head_of_a_request_without_end_is_refused(server: Server, head: str) -> None:
+    with connected(server, head) as connection, suppress(BrokenPipeError, ConnectionResetError):
+        for _ in range(100):
+            connection.sendall(b"a" * 65536)
+        raise AssertionError("6 MB were read")
 
 
 @pytest.mark.parametrize("path", ["/v1/plans", "/v1/comparisons", "/v1/estimates"])
