@@ -57,8 +57,8 @@ def check_command(
         str | None,
         typer.Option(
             "--from",
-            help="torchtitan, megatron, megatron-bridge, accelerate, deepspeed, transformers or vllm. "
-            "Default: recognised.",
+            help="torchtitan, megatron, megatron-bridge, accelerate, deepspeed, transformers, vllm, "
+            "torch (a script). Default: recognised.",
         ),
     ] = None,
     batch: Annotated[

@@ -13,7 +13,9 @@ from api.frameworks.launch import Framework, Launch
 from api.frameworks.legality import faults_of
 from api.frameworks.pricing import LaunchPricer
 from api.frameworks.registry import framework_of
+from api.frameworks.style_keys import unmatched_keys, whole_modules
 from api.requests.model_configs import ModelConfig, find_config
+from api.requests.model_registry import load_model
 from api.requests.plan_request import plan_request, read_client_cluster
 from api.requests.price_configuration import PricedConfiguration, transformer_of
 from api.requests.schemas import PlanRequest
@@ -165,6 +167,11 @@ def check(
         ulysses=bool(reading.ulysses),
     )
     faults = faults_of(made, dataclasses.replace(reading, launch=launch), spec, pricer.parallel(launch), where)
+    unpriced = reading.unpriced
+    if reading.styles:
+        modules = load_model(model, seq=tokens, allow_local=allow_local).module
+        faults += tuple(unmatched_keys(modules, reading.styles, config.name))
+        unpriced += () if faults else tuple(whole_modules(modules, reading.styles))
     result = Check(
         framework=made,
         model=config.name,
@@ -172,7 +179,7 @@ def check(
         launch=launch,
         seq=tokens,
         faults=faults,
-        unpriced=reading.unpriced,
+        unpriced=unpriced,
         assumed=reading.assumed,
     )
     if faults:

@@ -67,7 +67,7 @@ def planners_of(name: str) -> tuple[str, ...]:
     """
     if name == TORCH:
         return TORCH_PLANNERS
-    framework = find_framework(name, others=(TORCH,))
+    framework = find_framework(name)
     kept = Launch(shard=8, zero=3, micro_batch=1, batch=8, seq=8, reshard_after_forward=False)
     keeps = framework.can_say(kept, "reshard_after_forward") and framework.can_write(kept)
     return (*framework.planners, *((KEEP_GATHERED,) if keeps else ()))
@@ -85,7 +85,7 @@ def export_plan(plan: ShardingPlan, name: str, *, allow_local: bool = True) -> E
         JobError: there is no such framework. `PlanError`: it has no configuration that is near the plan.
     """
     if name != TORCH:
-        return export(plan, find_framework(name, others=(TORCH,)))
+        return export(plan, find_framework(name))
     from api.frameworks.torch_script import torch_script
 
     script = torch_script(plan, config=_config_of(plan, allow_local=allow_local))

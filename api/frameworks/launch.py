@@ -124,6 +124,7 @@ class Reading:
             attention; "": there is none.
         assumed: what the configuration lacks, and what was taken, such as "training.seq_len 2048: the default".
         version: of the framework that the file names; None: it names none.
+        styles: FQN pattern of modules, from the model or from any module in it -> style of tensor parallelism.
     """
 
     launch: Launch
@@ -134,6 +135,7 @@ class Reading:
     ulysses: str = ""
     assumed: tuple[str, ...] = ()
     version: str | None = None
+    styles: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,29 +17,24 @@ _PLACES: Mapping[str, str] = {
     "deepspeed": "deepspeed:DEEPSPEED",
     "transformers": "transformers:TRANSFORMERS",
     "vllm": "vllm:VLLM",
+    "torch": "pytorch:PYTORCH",
 }
 """Name -> module and constant; modules are imported when they are needed."""
 
 NAMES = tuple(_PLACES)
-"""Names of the frameworks."""
+"""Names of the frameworks. Plans are exported to torch as a script, not by its `Framework.write`."""
 
 
-def find_framework(name: str, *, others: tuple[str, ...] = ()) -> Framework:
+def find_framework(name: str) -> Framework:
     """Return the framework of this name.
-
-    Args:
-        name: the name.
-        others: names that are no framework's and may be given too, for the error's advice.
 
     Raises:
         JobError: there is none.
     """
     if name not in _PLACES:
-        near = close_matches(name, (*others, *NAMES))
+        near = close_matches(name, NAMES)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        raise JobError(
-            f"there is no framework {name!r}.", what_to_do=f"{hint}Choose one of {', '.join((*others, *NAMES))}."
-        )
+        raise JobError(f"there is no framework {name!r}.", what_to_do=f"{hint}Choose one of {', '.join(NAMES)}.")
     module, _, constant = _PLACES[name].partition(":")
     framework: Framework = getattr(import_module(f"api.frameworks.configurations.{module}"), constant)
     return framework

@@ -9,12 +9,13 @@ from support.reported_faults import DEEPSPEED, TORCHTITAN, Fault, Report
 from support.reported_faults_hugging_face import ACCELERATE, TRANSFORMERS
 from support.reported_faults_megatron import BRIDGE, MEGATRON
 from support.reported_faults_together import TOGETHER
+from support.reported_faults_torch import TORCH
 from support.reported_faults_vllm import VLLM
 
 from api.frameworks.check import check
 from api.frameworks.registry import NAMES
 
-REPORTS = (*TORCHTITAN, *MEGATRON, *BRIDGE, *ACCELERATE, *TRANSFORMERS, *DEEPSPEED, *VLLM, *TOGETHER)
+REPORTS = (*TORCHTITAN, *MEGATRON, *BRIDGE, *ACCELERATE, *TRANSFORMERS, *DEEPSPEED, *VLLM, *TORCH, *TOGETHER)
 
 
 KINDS = {

@@ -75,8 +75,15 @@ def loops(draw: st.DrawFn, families: Sequence[str] = FAMILIES, most_steps: int =
     )
 
 
+class Planned(dict[str, dict[str, Any]]):
+    """Plans as data by name; in the report of a failure, their names."""
+
+    def __repr__(self) -> str:
+        return f"Planned({', '.join(self)})"
+
+
 @pytest.fixture(scope="module")
-def planned() -> dict[str, dict[str, Any]]:
+def planned() -> Planned:
     module, inputs = families.make("llama", BATCH)
     cluster = {
         "nodes": 4,
@@ -92,7 +99,7 @@ def planned() -> dict[str, dict[str, Any]]:
     }
     local = {name: local_modules_of(module, plan, session.inputs) for name, plan in plans.items()}
     assert "model.layers.*" in local["planned, fully sharded"]
-    return {name: session.with_local_modules(plan, local[name]).to_dict() for name, plan in plans.items()}
+    return Planned({name: session.with_local_modules(plan, local[name]).to_dict() for name, plan in plans.items()})
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,7 @@ def ranks() -> Iterator[GlooRanks]:
 
 
 def check(ranks: GlooRanks, loop: Loop, planned: dict[str, dict[str, Any]]) -> None:
-    by_rank = ranks.call(run, loop, planned)
+    by_rank = ranks.call(run, loop, dict(planned))
     assert by_rank == [[]] * 4
 
 
@@ -115,7 +122,5 @@ def test_a_drawn_loop_ends_as_the_unsharded_one(ranks: GlooRanks, loop: Loop) ->
 @pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(loop=loops())
-def test_many_drawn_loops_end_as_the_unsharded_ones(
-    ranks: GlooRanks, planned: dict[str, dict[str, Any]], loop: Loop
-) -> None:
+def test_many_drawn_loops_end_as_the_unsharded_ones(ranks: GlooRanks, planned: Planned, loop: Loop) -> None:
     check(ranks, loop, planned)
