@@ -126,6 +126,9 @@ RECIPES = [
         ("megatron_gpt3_175b.sh", GPT_3, "128x8xa100-sxm-80gb"),
         ("megatron_mixtral_8x7b.sh", "mixtral-8x7b", "4x8xh100-sxm-80gb"),
         ("megatron_fsdp_deepseek_v3.sh", "deepseek-v3", "32x8xh100-sxm-80gb"),
+        ("nemo_llama3_8b.sh", "llama-3.1-8b", "1x8xh100-sxm-80gb"),
+        ("nemo_llama3_70b.sh", LLAMA_3_70B, "4x8xh100-sxm-80gb"),
+        ("nemo_mixtral_8x7b.sh", "mixtral-8x7b", "2x8xh100-sxm-80gb"),
     ),
     *_of(
         "megatron-bridge",

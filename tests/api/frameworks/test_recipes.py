@@ -11,8 +11,11 @@ from support.recipes import FOLDER, RECIPES, Recipe
 from api.frameworks.check import Check, check
 from api.frameworks.registry import framework_of
 
-REFUSED = {"axolotl_zero1_torch_compile.json": ("compile.backend", "compile.disable")}
-"""Recipes that the framework's current release refuses -> its keys that are refused."""
+REFUSED = {
+    "axolotl_zero1_torch_compile.json": ("compile.backend", "compile.disable"),
+    "nemo_mixtral_8x7b.sh": ("--expert-model-parallel-size 8",),
+}
+"""Recipes that are refused -> what is named: keys that the current release does not know, degrees that cannot be."""
 
 MIXTURES_OF_EXPERTS = ("bridge_qwen3_30b_a3b_h100_fp8.sh", "bridge_qwen3_235b_a22b_h100_fp8.sh")
 """Measured recipes of models with experts, whose price is off by more than the docs state: see docs/frameworks."""
