@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from planner.counting.flop_count import FlopCount
 from planner.counting.live_bytes import NOTHING
+from planner.errors import ModelError
 from planner.graph.capture import masks_select_all
 from planner.graph.op_graph import ATTENTION, Op, OpGraph, Value
 from planner.graph.run_op import run_op
@@ -185,7 +187,7 @@ class _Profiler:
             return fused_op_profile(op, inputs, outputs[0], self.tensors, self._compiles)
         saved, args = _Saved(), [self.tensors.tensor(name) for name in op.inputs]
         with saved.noting(), FlopCount() as count:
-            op_result = run_op(op, args)
+            op_result = self._result(op, args)
         saved.find(self.tensors)
         results = [leaf for leaf in pytree.tree_leaves(op_result) if isinstance(leaf, torch.Tensor)]
         is_flash = op.target is ATTENTION and self._flash
@@ -202,6 +204,17 @@ class _Profiler:
         if op.target is ATTENTION and self._cached_before is not None:
             return with_kv_cache(profile, inputs, self._cached_before, op.cache, self._kv_heads(op))
         return profile
+
+    def _result(self, op: Op, args: list[torch.Tensor]) -> Any:
+        try:
+            return run_op(op, args)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a trace does not check all arguments
+            fqn = self._graph.calls[op.call].fqn
+            raise ModelError(
+                f"{op.target_name} in {fqn or 'the model itself'} does not run: {str(error).splitlines()[0]}.",
+                what_to_do="Correct what the module gives it, such as a value of the model's config.",
+                module=fqn,
+            ) from error
 
     def _kv_heads(self, op: Op) -> int:
         """Return the heads of keys before they were repeated for the heads of queries, as the cache has them."""

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support import families
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from planner.errors import ModelError
 from planner.graph.capture import to_meta
 from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
@@ -158,3 +160,16 @@ def test_autograd_adds_uses_between_shared_input_linears() -> None:
         "aten.sin.default": ((), (0,)),
     }
     assert not any(op.in_place for op in profiles.values())
+
+
+class WrongDropout(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=7.0).sum()
+
+
+def test_an_op_that_a_trace_takes_and_torch_does_not_run_is_named() -> None:
+    module = nn.Sequential(WrongDropout())
+    graph = trace(module, meta_inputs((torch.empty(2, 2, 4, 8, device="meta"),)))
+    with pytest.raises(ModelError, match=r"scaled_dot_product_attention.* in 0 does not run: .* got 7") as refused:
+        profile_graph(graph, flash_attention=False)
+    assert refused.value.module == "0"
