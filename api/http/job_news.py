@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
-from starlette.concurrency import run_in_threadpool
+from anyio import CapacityLimiter, to_thread
 
 from api.jobs.database import UNREACHABLE, Database
 from api.jobs.events import News, read_news
 
+T = TypeVar("T")
+
 _POLL_S = 0.3
+_THREADS = 2
 _AWAY_S = 2.0
 """Seconds between two queries of a database that is away."""
 
@@ -34,6 +40,11 @@ class JobNews:
         self._stopping = stopping
         self._followers: set[_Follower] = set()
         self._reader: asyncio.Task[None] | None = None
+        self._threads = CapacityLimiter(_THREADS)
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Return the result of a function in one of the few threads that all streams share: others have their own."""
+        return await to_thread.run_sync(function, limiter=self._threads)
 
     async def now(self, job_number: int, after: int) -> News:
         """Return the events of a job with numbers above ``after`` by now, and whether it has ended.
@@ -41,7 +52,7 @@ class JobNews:
         Raises:
             OperationalError: and others of `api.jobs.database.UNREACHABLE` where the database does not answer.
         """
-        return (await run_in_threadpool(read_news, self._database, {job_number: after}))[job_number]
+        return (await self.in_thread(lambda: read_news(self._database, {job_number: after})))[job_number]
 
     async def wait(self, job_number: int, after: int, *, timeout_s: float) -> News:
         """Wait for an event of a job with a number above ``after``, or for its end, for ``timeout_s`` at most.
@@ -69,7 +80,7 @@ class JobNews:
             for follower in asked:
                 first[follower.job_number] = min(follower.after, first.get(follower.job_number, follower.after))
             try:
-                news = await run_in_threadpool(read_news, self._database, first)
+                news = await self.in_thread(functools.partial(read_news, self._database, first))
             except UNREACHABLE as error:  # the streams go on when the database is back
                 structlog.get_logger().warning("database unreachable", error=type(error).__name__)
                 await asyncio.sleep(_AWAY_S)

@@ -127,11 +127,15 @@ class JobStore:
                 self._announce(connection, job.number, job.id, job.status)
             return job
 
-    def get(self, job_id: str, *, owner: str | None = None) -> JobRecord | None:
-        """Return the job of this id; None where there is none, or it is another owner's. ``owner`` None: any owner."""
+    def get(self, job_id: str, *, owner: str | None = None, is_brief: bool = False) -> JobRecord | None:
+        """Return the job of this id; None where there is none, or it is another owner's. ``owner`` None: any owner.
+
+        ``is_brief``: without its request and result.
+        """
         own_job = JobRow.id == job_id if owner is None else and_(JobRow.id == job_id, JobRow.owner == owner)
         with self._database.read() as connection:
-            return one_job(connection, job_rows().where(own_job))
+            rows = job_rows(with_result=not is_brief, with_request=not is_brief)
+            return one_job(connection, rows.where(own_job))
 
     def find(self, fingerprint: str, *, owner: str = "") -> JobRecord | None:
         """Return the owner's job of this fingerprint, or None."""

@@ -54,14 +54,14 @@ class JobCollection:
     function: str
     plans: Callable[[Service, Caller, bytes], dict[str, Any]] | None = None
 
-    def found(self, service: Service, caller: Caller, job_id: str) -> JobRecord:
-        """Return the job of this id.
+    def found(self, service: Service, caller: Caller, job_id: str, *, is_brief: bool = False) -> JobRecord:
+        """Return the job of this id; ``is_brief``: without its request and result.
 
         Raises:
             HTTPException: 404 where there is no such job, it is of another kind, or it belongs to an owner whose jobs
                 the caller may not see.
         """
-        job = service.store.get(job_id, owner=caller.sees) if _JOB_ID.fullmatch(job_id) else None
+        job = service.store.get(job_id, owner=caller.sees, is_brief=is_brief) if _JOB_ID.fullmatch(job_id) else None
         if job is None or job.kind not in self.kinds:
             raise HTTPException(404, f"There is no job {job_id[:64]!r}.")
         return job
@@ -225,7 +225,7 @@ def _add_events(router: APIRouter, jobs: JobCollection) -> None:
     ) -> StreamingResponse:
         """Follow a job from its first event, or from the one after ``Last-Event-ID``, to its end."""
         service = service_of(request)
-        job = await run_in_threadpool(jobs.found, service, caller, job_id)
+        job = await service.news.in_thread(lambda: jobs.found(service, caller, job_id, is_brief=True))
         return event_stream(request, service, job, last_event_id)
 
 
