@@ -29,11 +29,13 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from served.memory import memory_mb
+
 CLIENTS = 20
 CONNECTIONS = 8
 HEALTH_EVERY_S = 0.02
 READ_EVERY_S = 2.0
-TARGETS = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0}
+TARGETS = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0, "server_grows_mb": 20.0}
 TINY = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -200,14 +202,22 @@ async def watch_health(client: httpx2.AsyncClient, done: asyncio.Event, times: S
         await asyncio.sleep(HEALTH_EVERY_S)
 
 
-async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
+async def watch_memory(pid: int, done: asyncio.Event, samples: list[tuple[float, float]]) -> None:
+    """Note the memory of a server and of its processes each second, until ``done`` is set."""
+    while not done.is_set():
+        samples.append(memory_mb(pid))
+        await asyncio.sleep(1.0)
+
+
+async def storm(server: Started, jobs: int, solves: int) -> dict[str, Any]:
     """Return the outcome of ``jobs`` jobs that many clients submit at once; ``solves`` of the jobs are feasible."""
     counts: dict[str, int] = {}
+    memory: list[tuple[float, float]] = []
     health, done = Seconds(), asyncio.Event()
     requests = [request_of(number, batch=8 if number <= solves else 6) for number in range(1, jobs + 1)]
     started = time.perf_counter()
-    async with httpx2.AsyncClient(base_url=url, timeout=60.0) as client:
-        watching = asyncio.create_task(watch_health(client, done, health))
+    async with httpx2.AsyncClient(base_url=server.url, timeout=60.0) as client:
+        watching = asyncio.gather(watch_health(client, done, health), watch_memory(server.pid, done, memory))
         shares = [requests[number::CLIENTS] for number in range(CLIENTS)]
         job_ids = [
             job for part in await asyncio.gather(*(submit(client, share, counts) for share in shares)) for job in part
@@ -232,6 +242,8 @@ async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
         "ended_s": time.perf_counter() - started,
         "healthz_p99_ms": health.quantile_ms(0.99),
         "healthz_worst_ms": health.quantile_ms(1.0),
+        "server_mb": [memory[0][0], max(own for own, _ in memory), memory[-1][0]],
+        "processes_mb": [memory[0][1], max(others for _, others in memory), memory[-1][1]],
     }
 
 
@@ -260,7 +272,7 @@ def main() -> int:
         fast = asked(server, "POST /v1/plans", body, seconds=options.seconds, connections=CONNECTIONS)
         reading = {"seconds": options.seconds, "connections": options.clients, "every_s": READ_EVERY_S}
         waiting = asked(server, f"GET /v1/plans/{job}", b"", **reading)
-        stormy = asyncio.run(storm(url, options.jobs, solves))
+        stormy = asyncio.run(storm(server, options.jobs, solves))
     met = {
         "requests_per_s": fast["requests_per_s"] >= TARGETS["requests_per_s"],
         "p99_ms": fast["p99_ms"] < TARGETS["p99_ms"],
@@ -268,6 +280,7 @@ def main() -> int:
         "only_429": set(stormy["answers"]) <= {"200", "202", "429"},
         "every_job_ends": stormy["ended"] == {status: jobs for status, jobs in expected.items() if jobs},
         "none_twice": set(stormy["runs_per_job"]) == {1},
+        "server_grows_mb": stormy["server_mb"][-1] - stormy["server_mb"][0] < TARGETS["server_grows_mb"],
     }
     print(json.dumps({"cached": fast, "waiting": waiting, "storm": stormy, "met": met, "targets": TARGETS}, indent=2))
     return 0 if all(met.values()) else 1

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from rich.table import Table
 
 from served.attacks import ATTACKS, ENDED, RUNNING, Answers, Client
 from served.cached import Seconds, request_of, running_server
+from served.memory import memory_mb
 
 EVERY_S = 0.05
 SUBMITTED_AFTER_S = 0.5
@@ -98,17 +98,6 @@ class Watch:
         self.job_started_s = time.perf_counter() - submitted
         await client.until(job, ENDED)
         self.job_ended_s = time.perf_counter() - submitted
-
-
-def memory_mb(pid: int) -> tuple[float, float]:
-    """Return the resident memory of a process, and that of all processes below it, in MB."""
-    resident, children = 0.0, []
-    with suppress(OSError):  # it may have ended meanwhile
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-        children = [
-            int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
-        ]
-    return resident, sum(sum(memory_mb(child)) for child in children)
 
 
 def create_token(name: str, data: Path) -> str:

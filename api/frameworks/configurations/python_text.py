@@ -18,12 +18,14 @@ class Script:
     """What a Python text says literally.
 
     Attributes:
-        constants: name -> literal value, of names that are assigned once.
+        constants: name -> literal value, of names that are assigned once, and of options by their defaults.
         assigned: name -> expression, of names that are assigned once.
+        defaults: name of an option of argparse -> its default.
     """
 
     constants: dict[str, object] = field(default_factory=dict)
     assigned: dict[str, ast.expr] = field(default_factory=dict)
+    defaults: dict[str, ast.expr] = field(default_factory=dict)
     _calls: dict[str, list[ast.Call]] = field(default_factory=dict)
     _dicts: list[ast.Dict] = field(default_factory=list)
 
@@ -49,9 +51,12 @@ class Script:
             raise JobError(f"The script for {title} is not valid Python.", what_to_do="Correct the file.") from error
         script = cls()
         seen: set[str] = set()
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        aliases = {alias.asname: alias.name for node in imports for alias in node.names if alias.asname}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                script._calls.setdefault(_name(node.func), []).append(node)
+                name = _name(node.func)
+                script._calls.setdefault(aliases.get(name, name), []).append(node)
             elif isinstance(node, ast.Dict):
                 script._dicts.append(node)
             for name, value in _assignments(node):
@@ -60,7 +65,12 @@ class Script:
                 elif value is not None:
                     script.assigned[name] = value
                 seen.add(name)
-        values = {name: script.value(value) for name, value in script.assigned.items()}
+        for call in script.calls("add_argument"):
+            names = [text.removeprefix("--") for text in map(_text, call.args) if text and text.startswith("--")]
+            default = script.keyword(call, "default")
+            if names and default is not None:
+                script.defaults[names[0].replace("-", "_")] = default
+        values = {name: script.value(value) for name, value in (script.defaults | script.assigned).items()}
         script.constants.update({name: value for name, value in values.items() if value is not None})
         return script
 
@@ -106,6 +116,8 @@ class Script:
             return None
         if isinstance(node, ast.Name) and node.id in self.assigned:
             return self.value(self.assigned[node.id], depth - 1)
+        if isinstance(node, ast.Attribute):
+            return self.value(self.defaults.get(node.attr), depth - 1)
         if isinstance(node, ast.Tuple | ast.List):
             items = [self.value(item, depth - 1) for item in node.elts]
             return None if None in items else tuple(items)

@@ -45,7 +45,8 @@ OPTIMIZERS = {
 DTYPES: Mapping[str, TrainingDtype] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16"}
 _TEXTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-_BATCH = re.compile(r"(global_)?batch(_size)?", re.IGNORECASE)
+_BATCH = re.compile(r"BATCH|(?i:global_batch(_size)?)")
+_MICRO_BATCH = re.compile(r"((micro|local|per_device(_train)?|train)_?)?batch_size|micro_?batch|mbs", re.IGNORECASE)
 _SEQ = re.compile(r"seq(_?len(gth)?)?|max_(seq_)?length|sequence_length", re.IGNORECASE)
 _STEPS = re.compile(r"micro_?batches|(grad(ient)?_)?accum(ulation)?_steps", re.IGNORECASE)
 
@@ -73,6 +74,8 @@ def read(text: str, devices: int) -> Reading:
         )
     axes = _axes(script, devices, notes)
     launch = _with_steps(script, _degrees(script, axes, notes), notes)
+    if script.defaults:
+        notes.assumed.append("options of the script: their defaults")
     return notes.reading(launch, styles=_styles(script))
 
 
@@ -197,7 +200,10 @@ def _with_steps(script: Script, launch: Launch, notes: Notes) -> Launch:
     """Return ``launch`` with what the script says of a step: its batch, length, dtype, optimizer, recomputation."""
     steps = script.constant(_STEPS)
     micro_batch = next((size for call in script.calls("DataLoader") if (size := _batch_of(script, call))), None)
-    batch = script.constant(_BATCH) if micro_batch is None else None
+    micro_batch = micro_batch or script.constant(_MICRO_BATCH)
+    batch = script.constant(_BATCH)
+    if batch is not None and micro_batch is not None and steps is None:
+        steps = max(1, -(-batch // (launch.data * micro_batch)))
     if micro_batch is None and batch is not None:
         together = launch.data * (steps or 1)
         if batch % together:

@@ -64,6 +64,17 @@ def test_a_loop_over_blocks_with_fsdp() -> None:
             Launch(shard=4, zero=3, tensor=2, micro_batch=2, batch=16, seq=128),
         ),
         (
+            "from torch.distributed.fsdp import FullyShardedDataParallel as Wrapped\n"
+            "batch_size = 2\ngradient_accumulation_steps = 3\nm = Wrapped(m)",
+            Launch(shard=8, zero=3, micro_batch=2, batch=48),
+        ),
+        (
+            'p.add_argument("--tp-size", type=int, default=4)\np.add_argument("--seq_len", default=64)\n'
+            'mesh = init_device_mesh("cuda", (n // args.tp_size, args.tp_size), mesh_dim_names=("dp", "tp"))\n'
+            'parallelize_module(m, mesh["tp"], plan)\nfully_shard(m, mesh=mesh["dp"])\nglobal_batch_size = 4',
+            Launch(shard=2, zero=3, tensor=4, micro_batch=2, seq=64),
+        ),
+        (
             'mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("cp", "fsdp"))\n'
             'context_parallel(mesh["cp"])\nfully_shard(m, mesh=mesh["fsdp"])\ncheckpoint_wrapper(m)\nm.compile()',
             Launch(context=4, shard=2, zero=3, checkpointing="full", compiled=True),
