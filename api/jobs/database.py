@@ -53,7 +53,7 @@ _ROOM_BYTES, _PROBE_BYTES = 16_000_000, 65_536
 """Bytes that must be free on the disk of a SQLite database, and bytes that are written to it to try it."""
 
 _LOG_BYTES = 16_000_000
-_CACHE_KB = 512
+_CACHE_KB = 512  # of each connection, of which there are dozens
 _PAGES_AT_ONCE = 4000
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -330,11 +330,7 @@ def _pragma(connection: Connection, name: str) -> int:
 def _set_up_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # _begin_sqlite begins transactions, not the driver
     pragmas = ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON")
-    for pragma in (
-        *pragmas,
-        f"journal_size_limit = {_LOG_BYTES}",
-        f"cache_size = -{_CACHE_KB}",
-    ):  # there are dozens of connections
+    for pragma in (*pragmas, f"journal_size_limit = {_LOG_BYTES}", f"cache_size = -{_CACHE_KB}"):
         connection.execute(f"PRAGMA {pragma}")
 
 
