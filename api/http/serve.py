@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from api.http.app import create_app
 from api.http.connection import Connection
 from api.http.work.pool import FUNCTION
+from api.jobs.housekeeping import share_memory
 from api.jobs.logs import configure_logs
 from api.jobs.settings import ServerSettings, read_settings
 from api.jobs.solver_process import preload
@@ -53,6 +54,7 @@ def serve(options: dict[str, Any]) -> None:
     """
     settings = read_settings(options)
     configure_logs()
+    share_memory()
     preload(FUNCTION.partition(":")[0])
     alone = nullcontext() if settings.database_url is not None else _only_server(settings.data_dir)
     with alone, _listening(settings.host, settings.port) as listener:
