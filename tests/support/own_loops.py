@@ -26,7 +26,10 @@ from planner.errors import PlanMismatchError
 TOLERANCE = 1e-5
 """Of losses; of gradients, parameters and states relative to the largest of their kind."""
 ROUNDINGS = 3.0
-"""Where a loop amplifies rounding: how many times the unsharded run's own distance from float64 a run may be off."""
+"""Where a loop amplifies rounding: how many times the unsharded run's own distance from float64 a run may be off.
+
+Two runs that round alike are off by twice that distance at most; the third is for sums in another order.
+"""
 # With a large eps an update is a smooth function of the gradient: rounding of tiny gradients is not amplified.
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),

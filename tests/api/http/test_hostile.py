@@ -18,14 +18,12 @@ from support.hostile import (
     JSON,
     LAUGHS,
     Document,
-    baited,
     changed,
     check,
     config,
     graph_body,
     plan,
     relu,
-    traced_document,
 )
 from support.small_models import TINY_LLAMA, TINY_REQUEST
 
@@ -243,17 +241,6 @@ NO_GRAPHS: dict[str, Callable[[], object]] = {
     "zlib in zlib": lambda: packed(json.dumps(packed(b"{}")).encode()),
     "no UTF-8": lambda: packed(b"\xff\xfe{}"),
 }
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return traced_document()
-
-
-@pytest.fixture(scope="module")
-def bait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with baited(tmp_path_factory.mktemp("bait")) as path:
-        yield path
 
 
 @pytest.fixture(scope="module")

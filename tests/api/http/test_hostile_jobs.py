@@ -14,14 +14,12 @@ from support.hostile import (
     JSON,
     LAUGHS,
     Document,
-    baited,
     changed,
     check,
     config,
     graph_body,
     made_by_relu,
     plan,
-    traced_document,
 )
 from support.serving import Server, start_server
 
@@ -77,17 +75,6 @@ WRONG_WHEN_RUN: dict[str, Callable[[Document], object]] = {
     "shapes that do not go together": lambda d: d["values"][0].update(shape=[3, 3]),
     "weight of 2^58 bytes": lambda d: d["values"][0].update(shape=[2**28, 2**28]),
 }
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return traced_document()
-
-
-@pytest.fixture(scope="module")
-def bait(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with baited(tmp_path_factory.mktemp("bait")) as path:
-        yield path
 
 
 @pytest.fixture(scope="module")

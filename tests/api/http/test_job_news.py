@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -17,14 +16,6 @@ from api.jobs.events import News, read_news
 from api.jobs.store import JobStore
 
 FOLLOWERS = 120
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
-    opened.migrate()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
