@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.layout import sharded_dim
 from executor.ops.local_modules import LocalForward, is_plain_data
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
@@ -268,8 +269,34 @@ def _observed(module: nn.Module, *, plan: ShardingPlan, inputs: Any, texts: Mapp
     return _Observed(by_fqn=observer.by_fqn, error=error, failed=observer.failed)
 
 
-def _closed_modules(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
-    """Return the FQNs of modules inside which the plan names nothing, neither in nor around an opaque one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClosedModules:
+    """The modules inside which the plan names nothing, neither in nor around an opaque one.
+
+    Attributes:
+        mesh_shape: ranks on each axis.
+        fqns: their FQNs.
+        reduced: FQN of a module with parameters in FSDP groups -> for each that is trained, the axes of more than one
+            rank on which its gradient has to come as addends.
+    """
+
+    mesh_shape: tuple[int, ...]
+    fqns: frozenset[str]
+    reduced: Mapping[str, Sequence[frozenset[int]]]
+
+    def may_be_local(self, fqn: str, local: LocalModule) -> bool:
+        """Return whether the module ``fqn`` is closed, and all its gradients would come as FSDP reduces them."""
+        split = {
+            axis
+            for layout in local.inputs.values()
+            for axis, (place, size) in enumerate(zip(layout, self.mesh_shape, strict=True))
+            if size > 1 and sharded_dim(place) is not None
+        }
+        axes = [axes for owner, each in self.reduced.items() if _is_in(owner, fqn) for axes in each]
+        return fqn in self.fqns and all(each == split for each in axes)
+
+
+def _closed_modules(module: nn.Module, plan: ShardingPlan) -> _ClosedModules:
     copied = meta_copy(module, plan.job.phase)
     names = {part: fqn for fqn, part in copied.named_modules()}
     resolved = resolve_plan(copied, device_mesh_for(plan, device_type="cpu"), plan)
@@ -286,22 +313,35 @@ def _closed_modules(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
         *resolved.opaque_modules,
     }  # fmt: skip
     opaque = resolved.opaque_modules
-    return frozenset(
+    fqns = frozenset(
         fqn
         for fqn in names.values()
         if fqn
         and not any(_is_in(inner, fqn) and inner != fqn for inner in named)
         and not any(_is_in(fqn, outer) for outer in opaque)
     )
+    reduced: dict[str, list[frozenset[int]]] = {}
+    for group in resolved.fsdp_groups:
+        for item in group.parameters:
+            axes = frozenset(
+                axis
+                for axis, (place, size) in enumerate(zip(item.accumulated, plan.mesh.shape, strict=True))
+                if size > 1 and (axis in group.axes or place.is_partial())
+            )
+            for owner, _ in item.slots if item.parameter.requires_grad else ():
+                reduced.setdefault(names[owner], []).append(axes)
+    return _ClosedModules(mesh_shape=plan.mesh.shape, fqns=fqns, reduced=reduced)
 
 
-def _entries(by_fqn: Mapping[str, list[_ModuleCall]], closed: frozenset[str]) -> dict[str, LocalModule]:
+def _entries(by_fqn: Mapping[str, list[_ModuleCall]], closed: _ClosedModules) -> dict[str, LocalModule]:
     """Return the candidates: modules whose calls are worth it, and have all the same layouts at their boundary."""
     entries = {}
     for fqn, calls in by_fqn.items():
         local = calls[0].local
         is_worth_it = max(len(call.calls) for call in calls) >= _LEAST_CALLS
-        if local is not None and fqn in closed and is_worth_it and all(call.local == local for call in calls):
+        if local is None or not is_worth_it or any(call.local != local for call in calls):
+            continue
+        if closed.may_be_local(fqn, local):
             entries[fqn] = local
     return entries
 

@@ -20,6 +20,7 @@ from executor.redistribute import conjugate
 from executor.runtime.run_context import PhaseTracker
 from executor.shard import ForwardObserver, shard_on_meta
 from executor.torch_internals.dtensor import fake_process_group, local_of, make_dtensor
+from executor.torch_internals.strategies import matching_strategies_first
 from planner.errors import PlanError
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.cache_argument import cache_argument
@@ -123,6 +124,8 @@ def _differentiated(output: Any) -> list[torch.Tensor]:
 def fake_processes(size: int) -> Iterator[None]:
     """Return a context with a fake process group of ``size`` ranks: the current group, or a new one if there is none.
 
+    DTensor makes its choices in less time there (``matching_strategies_first``).
+
     Raises:
         PlanError: the current process group has another size, or is not fake.
     """
@@ -135,6 +138,7 @@ def fake_processes(size: int) -> Iterator[None]:
                 f"({dist.get_backend()}) is initialised.",
                 what_to_do="Call it before init_process_group, or in another process.",
             )
+        stack.enter_context(matching_strategies_first())
         yield
 
 

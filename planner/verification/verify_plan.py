@@ -195,27 +195,34 @@ def _difference_error(report: VerifyReport) -> RunError:
 def _report(module: nn.Module, plan: ShardingPlan, arguments: Any) -> VerifyReport:
     """Return the comparison of the collectives that ran with those of ``plan``.
 
-    A difference or a failure of a shorter module counts only if the whole module has one.
+    A difference or a failure of a shorter module counts only if the whole module has one, or if the plan has local
+    modules, without which it runs as well.
 
     Raises:
-        PlanError: the step of the whole module fails.
+        PlanError: the step fails.
     """
     from executor.verify import compare, expected_collectives, observed_collectives
 
     expected = expected_collectives(plan)
     try:
         observed = _extrapolated(module, plan, arguments)
-        report = None if observed is None else compare(expected, observed)
     except PlanError:
-        report = None
-    if report is not None and report.equal:
-        return report
+        if plan.local_modules:
+            raise
+        observed = None
+    if observed is not None:
+        report = compare(expected, observed)
+        if report.equal or plan.local_modules:
+            return report
     # A shorter module may differ for reasons of its own.
     return compare(expected, observed_collectives(module, plan, arguments))
 
 
 def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Counter[Any] | None:
     """Return the collectives of one step, from runs of shorter modules; None where the module cannot be shortened.
+
+    What one more group of a run of blocks adds is added for each group that was left out; runs of as many groups have
+    one more at the same time.
 
     Raises:
         PlanError: a step fails.
@@ -227,16 +234,16 @@ def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Coun
         return None
     unnamed = _for_shorter(plan)
 
-    def observed(longer: object = None) -> Counter[Any]:
-        groups = {run: _SHORT + (run is longer) for run in runs}
+    def observed(longer: int | None = None) -> Counter[Any]:
+        groups = {run: _SHORT + (run.groups == longer) for run in runs}
         return observed_collectives(shortened_copy(module, groups), unnamed, arguments)
 
     short = observed()
     total = short.copy()
-    for run in runs:
-        longer = observed(run)
+    for groups in {run.groups for run in runs}:
+        longer = observed(groups)
         for key in {*short, *longer}:
-            total[key] += (run.groups - _SHORT) * (longer[key] - short[key])
+            total[key] += (groups - _SHORT) * (longer[key] - short[key])
     return total
 
 

@@ -1,0 +1,74 @@
+"""DTensor's choices on fake processes: those that it makes elsewhere, from fewer strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from executor.torch_internals.caches import empty_caches_of_shapes
+from executor.torch_internals.dtensor import fake_process_group, make_dtensor
+from executor.torch_internals.strategies import matching_strategies_first
+
+OPS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any]]] = {
+    "mm": ([(16, 16), (16, 16)], torch.mm),
+    "bmm": ([(8, 16, 16), (8, 16, 16)], torch.bmm),
+    "addmm": ([(16,), (16, 16), (16, 16)], torch.addmm),
+    "add": ([(8, 16, 16), (16,)], torch.add),
+    "silu": ([(8, 16, 16)], torch.nn.functional.silu),
+    "softmax": ([(8, 16, 16)], lambda x: x.softmax(-1)),
+    "sum": ([(8, 16, 16)], lambda x: x.sum(1)),
+    "cat": ([(8, 16), (8, 16)], lambda *x: torch.cat(x, 1)),
+    "layer_norm": ([(8, 16, 16), (16,), (16,)], lambda x, w, b: torch.nn.functional.layer_norm(x, (16,), w, b)),
+    "attention": ([(8, 8, 16, 16)] * 3, torch.nn.functional.scaled_dot_product_attention),
+    "topk": ([(8, 16, 16)], lambda x: x.topk(2, -1)),
+    "index": ([(8, 16, 16)], lambda x: x[:, [1, 2]]),
+}
+
+
+def placements_of(shape: tuple[int, ...]) -> st.SearchStrategy[Placement]:
+    shards = [Shard(dim) for dim in range(len(shape))]
+    return st.sampled_from([Replicate(), Partial(), *shards])
+
+
+def laid_out(shape: tuple[int, ...], mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
+    local = list(shape)
+    for placement, size in zip(layout, mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] //= size
+    stride = torch.empty(shape, device="meta").stride()
+    return make_dtensor(torch.empty(local, device="meta"), mesh, layout, torch.Size(shape), stride)
+
+
+def run(name: str, inputs: list[tuple[Placement, ...]], mesh: DeviceMesh) -> Any:
+    """Return the layouts of an op's results, and the collectives that it took; or the kind of its error."""
+    shapes, op = OPS[name]
+    empty_caches_of_shapes()
+    tensors = [laid_out(shape, mesh, layout) for shape, layout in zip(shapes, inputs, strict=True)]
+    with CommDebugMode() as collectives:
+        try:
+            results = op(*tensors)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return type(error)
+    return [result.placements for result in torch.utils._pytree.tree_leaves(results)], collectives.get_comm_counts()
+
+
+@settings(deadline=None, max_examples=25, phases=(Phase.generate,))
+@given(st.data())
+def test_that_choices_are_the_same(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(OPS)))
+    sizes = data.draw(st.sampled_from([(2,), (2, 2), (2, 2, 2)]))
+    inputs = [data.draw(st.tuples(*[placements_of(shape)] * len(sizes))) for shape in OPS[name][0]]
+    with fake_process_group(math.prod(sizes)):
+        mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()).reshape(sizes))
+        elsewhere = run(name, inputs, mesh)
+        with matching_strategies_first():
+            assert run(name, inputs, mesh) == elsewhere
