@@ -1,11 +1,12 @@
 """``find_local_modules``: the modules of a plan that ranks can run on their local tensors, without DTensor.
 
 The module runs twice on meta. In the first run DTensor runs all ops, on tensors of global shapes. A module is a
-candidate if the plan changes no layout inside it, no collective runs there, its parameters are replicated, and no
-tensor in it is a partial sum. In the second run the candidates run on local tensors, of local shapes. A candidate is
-local if its forward makes the same calls of torch in both runs: the same functions, of tensors with the same local
-shapes, with the same other arguments. Sizes of a shape (``view``, ``expand``, ``zeros``) may differ; anything else that
-depends on the size of the batch, such as ``arange(batch)`` or a division by it, makes the module run by DTensor.
+candidate if the plan changes no layout inside it, no collective runs there, its parameters are replicated, no tensor
+in it is a partial sum, and its gradients would come as addends on the axes on which FSDP sums them, and on no other. In
+the second run the candidates run on local tensors, of local shapes. A candidate is local if its forward makes the same
+calls of torch in both runs: the same functions, of tensors with the same local shapes, with the same other arguments.
+Sizes of a shape (``view``, ``expand``, ``zeros``) may differ; anything else that depends on the size of the batch, such
+as ``arange(batch)`` or a division by it, makes the module run by DTensor.
 Outside of local modules the calls have to be the same, too, on DTensors where they were: a tensor that leaves a module
 by an attribute or a hook would be plain.
 """
