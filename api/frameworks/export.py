@@ -23,7 +23,7 @@ TORCH = "torch"
 """Name of the export that is a script of torch alone."""
 
 TORCH_PLANNERS = ("ddp", "fsdp", "hsdp", "fsdp-tp", KEEP_GATHERED)
-"""Baselines that such a script says in full, and that FSDP groups may stay gathered until backward."""
+"""Baselines that such a script says, but for parameters outside of blocks, and that FSDP groups may stay gathered."""
 
 _MOST_SIMPLIFICATIONS = 3
 """Most simplifications at once by which a configuration may differ from a plan."""
