@@ -60,7 +60,7 @@ class Exported:
 
 
 def planners_of(name: str) -> tuple[str, ...]:
-    """Return the baselines whose plans a framework, or a torch script, says in full; joined by "+" they are a planner.
+    """Return the baselines whose plans a framework says in full, or a torch script (`TORCH_PLANNERS`); "+" joins them.
 
     Raises:
         JobError: there is no such framework.
