@@ -148,7 +148,19 @@ def needs(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
     """Return the FastAPI dependency of a route that needs ``scope``; its value is the `Caller`."""
 
     async def caller(request: Request) -> Caller:
-        guard: Guard = request.app.state.service.guard
-        return await guard.caller(request, scope)
+        return await caller_of(request, scope)
 
     return caller
+
+
+async def caller_of(request: Request, scope: Scope) -> Caller:
+    """Return the caller of a request to a route that needs ``scope``, checked once for each request.
+
+    Raises:
+        HTTPException: as `Guard.caller` does.
+    """
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is None:
+        guard: Guard = request.app.state.service.guard
+        known = request.state.caller = await guard.caller(request, scope)
+    return known

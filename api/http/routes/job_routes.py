@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import structlog
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
-from api.http.auth import Caller, needs
+from api.http.auth import Caller, caller_of, needs
 from api.http.bodies import as_text, describes, read_body
 from api.http.problems import problem_responses
 from api.http.routes.events import EVENTS, event_stream
@@ -83,6 +84,14 @@ class JobCollection:
         headers = {"Location": f"{self.path}/{job_id}"}
         return Response(answer, status_code=status, media_type="application/json", headers=headers)
 
+    def answered_before(self, service: Service, caller: Caller, body: bytes) -> Response | None:
+        """Return the cached response to a submission; None where there is none."""
+        answer = service.answers.get(caller.owner, self.named(body))
+        if answer is None:
+            return None
+        service.metrics.submitted("cached")
+        return self.response(answer.job_id, answer.body, 200)
+
     async def checked(self, request: Request, caller: Caller, body: bytes) -> dict[str, Any]:
         """Return the request in a body, checked by another process."""
         service = service_of(request)
@@ -137,17 +146,28 @@ def job_router(jobs: JobCollection) -> APIRouter:
     return router
 
 
+def _route_of_submissions(jobs: JobCollection) -> type[APIRoute]:
+    """Return the class of a route that first looks for a cached response, if a request is no more than its body.
+
+    FastAPI then reads no parameters and calls no dependencies, which take half of the time of such a response.
+    """
+
+    class SubmissionRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def answer(request: Request) -> Response:
+                if request.scope["query_string"] or "idempotency-key" in request.headers:
+                    return await handler(request)
+                caller, body = await caller_of(request, "plan"), await read_body(request)
+                return jobs.answered_before(service_of(request), caller, body) or await handler(request)
+
+            return answer
+
+    return SubmissionRoute
+
+
 def _add_submit(router: APIRouter, jobs: JobCollection) -> None:
-    @router.post(
-        "",
-        status_code=202,
-        response_model=jobs.answer,
-        responses={
-            200: {"model": jobs.answer, "description": "Answered before"},
-            **problem_responses(400, 404, 413, 415, 422),
-        },
-        openapi_extra=describes(jobs.body),
-    )
     async def submit(
         request: Request,
         caller: Planner,
@@ -163,10 +183,9 @@ def _add_submit(router: APIRouter, jobs: JobCollection) -> None:
         service = service_of(request)
         body = await read_body(request)
         is_asked_anew = refresh or idempotency_key is not None
-        cached_answer = None if is_asked_anew else service.answers.get(caller.owner, jobs.named(body))
-        if cached_answer is not None:
-            service.metrics.submitted("cached")
-            return jobs.response(cached_answer.job_id, cached_answer.body, 200)
+        answered = None if is_asked_anew else jobs.answered_before(service, caller, body)
+        if answered is not None:
+            return answered
         checked = await jobs.checked(request, caller, body)
         job = await run_in_threadpool(jobs.submitted, service, caller, body, idempotency_key, checked, refresh)
         job = await until_ended(request, service, job, wait)
@@ -174,6 +193,20 @@ def _add_submit(router: APIRouter, jobs: JobCollection) -> None:
         if job.status == "succeeded" and not await run_in_threadpool(lambda: job.is_cut_short):
             service.answers.put(caller.owner, jobs.named(body), job.id, answer)
         return jobs.response(job.id, answer, 200 if job.ended else 202)
+
+    router.add_api_route(
+        "",
+        submit,
+        methods=["POST"],
+        status_code=202,
+        response_model=jobs.answer,
+        responses={
+            200: {"model": jobs.answer, "description": "Answered before"},
+            **problem_responses(400, 404, 413, 415, 422),
+        },
+        openapi_extra=describes(jobs.body),
+        route_class_override=_route_of_submissions(jobs),
+    )
 
 
 def _add_list_read_cancel(router: APIRouter, jobs: JobCollection) -> None:

@@ -9,7 +9,7 @@ import json
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,16 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event
 from support.small_models import TINY_REQUEST
 
-from api.http.app import create_app
 from api.http.auth import RateLimit
 from api.http.serve import ServeError, serve
 from api.jobs.logs import configure_logs
-from api.jobs.settings import ServerSettings
 from api.jobs.store import JobStore
 from api.jobs.tokens import TokenStore
 from api.requests.schemas import PlanRequest
 from planner.errors import JobError
 
 PROBLEM = "application/problem+json"
-HERE = "http://127.0.0.1"
 Scopes = dict[str, str]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., TestClient]]:
-    clients: list[TestClient] = []
-
-    def start_app(**settings: Any) -> TestClient:
-        app = create_app(ServerSettings(data_dir=tmp_path, workers=0, **settings))
-        clients.append(TestClient(app, base_url=HERE, raise_server_exceptions=False))
-        return clients[-1].__enter__()
-
-    yield start_app
-    for client in clients:
-        client.__exit__(None, None, None)
 
 
 @pytest.fixture
@@ -162,6 +145,34 @@ def test_too_many_requests_are_told_when_to_come_again(start: Callable[..., Test
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
     assert 90 <= int(answers[-1].headers["retry-after"]) <= 101
     assert client.get("/v1/plans", headers=two).status_code == 200
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["looked up", "cached"])
+def test_submission_is_one_request_of_an_allowed_caller(start: Callable[..., TestClient], is_cached: bool) -> None:
+    """Whether its answer is in memory or not, it counts once, and is for those alone who may have it."""
+    client = start(requests_per_s=0.01, requests_burst=3)
+    tokens = tokens_of(client)
+    mine, other, reader = (
+        bearer(tokens.create(name, scope)) for name, scope in (("a", "plan"), ("b", "plan"), ("c", "read"))
+    )
+    content = json.dumps(TINY_REQUEST).encode()
+    if is_cached:
+        owner = mine["Authorization"].split("_")[1]
+        service(client).answers.put(owner, content, "0" * 32, b'{"status": "succeeded"}')
+
+    def post(headers: dict[str, str], **change: Any) -> Any:
+        return client.post(
+            "/v1/plans", content=content, headers={"Content-Type": "application/json", **headers}, **change
+        )
+
+    first = post(mine)
+    assert (first.status_code, first.json()["status"]) == ((200, "succeeded") if is_cached else (202, "queued"))
+    assert post(other).json()["status"] == "queued"
+    assert post(reader).status_code == 403
+    assert post(mine, params={"wait": "no number"}).status_code == 422
+    assert [post(mine).status_code for _ in range(2)] == [first.status_code, 429]
+    tokens.revoke(mine["Authorization"].split("_")[1])
+    assert post(mine).status_code == 401
 
 
 def test_bucket_fills_again() -> None:
