@@ -1,11 +1,12 @@
 """Throughput and latency of the service: cached plans, 1,000 clients, and 200 jobs submitted at once. Prints JSON.
 
-    cd benchmarks && python -m served.cached [--seconds 10] [--clients 1000] [--jobs 200] [--database-url postgresql://...]
+    cd benchmarks && python -m served.cached [--seconds 10] [--clients 1000] [--jobs 200] [--page] [--database-url postgresql://...]
 
 The script starts a ``shardplan serve`` (with a database URL also a ``shardplan worker``). All clients run in the
 script's own process, and so use at most one core. First, clients request a cached plan again and again. Then 1,000
 clients, each on its connection, read a job every two seconds, as `RemoteShardingPlanner` does while it waits. Then 20
-clients submit 200 jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms.
+clients submit 200 jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms. With
+``--page``, Chromium has the plan's page open all the while.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ CLIENTS = 20
 CONNECTIONS = 8
 HEALTH_EVERY_S = 0.02
 READ_EVERY_S = 2.0
+PAGE_OPENS_S = 5.0
 TARGETS = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0, "server_grows_mb": 20.0}
 TINY = {
     "model_type": "llama",
@@ -108,6 +111,24 @@ def running_server(folder: Path, database_url: str | None, workers: int) -> Iter
             for process in processes:
                 process.send_signal(signal.SIGTERM)
                 process.wait(timeout=60)
+
+
+@contextmanager
+def open_page(url: str, folder: Path) -> Iterator[None]:
+    """Keep a page open in Chromium, without a window, during the block."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SystemExit("there is no Chromium: apt-get install chromium")
+    options = ("--headless", "--no-sandbox", "--remote-debugging-port=0", f"--user-data-dir={folder / 'chromium'}")
+    process = subprocess.Popen([chromium, *options, url], stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(PAGE_OPENS_S)
+        if process.poll() is not None:
+            raise SystemExit(f"Chromium ended with {process.returncode}")
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
 
 
 def until_ended(url: str, job: str) -> dict[str, Any]:
@@ -257,6 +278,7 @@ def main() -> int:
         "--solves", type=int, help="feasible jobs; the others end infeasible (default: all are feasible)"
     )
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--page", action="store_true", help="keep the page of the plan open in Chromium")
     parser.add_argument("--database-url")
     options = parser.parse_args()
     solves = options.jobs if options.solves is None else options.solves
@@ -269,10 +291,12 @@ def main() -> int:
         job = httpx2.post(f"{url}/v1/plans", json=request_of(0), timeout=60).json()["id"]
         assert until_ended(url, job)["status"] == "succeeded"
         body = json.dumps(request_of(0)).encode()
-        fast = asked(server, "POST /v1/plans", body, seconds=options.seconds, connections=CONNECTIONS)
-        reading = {"seconds": options.seconds, "connections": options.clients, "every_s": READ_EVERY_S}
-        waiting = asked(server, f"GET /v1/plans/{job}", b"", **reading)
-        stormy = asyncio.run(storm(server, options.jobs, solves))
+        page = open_page(f"{url}/plans/{job}", Path(folder)) if options.page else nullcontext()
+        with page:
+            fast = asked(server, "POST /v1/plans", body, seconds=options.seconds, connections=CONNECTIONS)
+            reading = {"seconds": options.seconds, "connections": options.clients, "every_s": READ_EVERY_S}
+            waiting = asked(server, f"GET /v1/plans/{job}", b"", **reading)
+            stormy = asyncio.run(storm(server, options.jobs, solves))
     met = {
         "requests_per_s": fast["requests_per_s"] >= TARGETS["requests_per_s"],
         "p99_ms": fast["p99_ms"] < TARGETS["p99_ms"],
