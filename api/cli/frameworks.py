@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from api.cli.options import Json, Model, PlanFile
 from api.cli.terminal import check_writable, errors_terminal, reported, terminal, watched, write_output
 from planner.plan.job_spec import MESH
+
+if TYPE_CHECKING:
+    from planner.plan.sharding_plan import ShardingPlan
 
 For = Annotated[
     str | None,
@@ -23,19 +27,19 @@ For = Annotated[
 ]
 
 
-def planner_for(framework: str, planner: str) -> str:
-    """Return the planner whose plans a framework's configuration says in full.
+def plan_for(framework: str, planner: str, plan_of: Callable[[str], ShardingPlan]) -> ShardingPlan:
+    """Return the best plan that a framework's configuration says in full; ``plan_of`` plans with a planner.
 
     Raises:
         JobError: there is no such framework, or a planner was named too.
     """
-    from api.frameworks.export import planners_of
+    from api.frameworks.export import plan_within
     from planner.errors import JobError
 
     if planner != "ilp":
         advice = "Leave one of them out."
         raise JobError(f"--for {framework} chooses the planner, and --planner is {planner}.", what_to_do=advice)
-    return "+".join(planners_of(framework))
+    return plan_within(framework, plan_of)
 
 
 def add_framework_commands(app: typer.Typer) -> None:

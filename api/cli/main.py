@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from api.cli.catalogue import add_catalogue_commands, print_versions
 from api.cli.defaults import with_assumed
 from api.cli.former_names import CommandsWithFormerNames
-from api.cli.frameworks import For, add_framework_commands, planner_for
+from api.cli.frameworks import For, add_framework_commands, plan_for
 from api.cli.headings import CommandWithHeadings
 from api.cli.options import (
     Details,
@@ -53,6 +53,9 @@ from api.cli.terminal import (
     watched,
 )
 from api.cli.tradeoffs import add_tradeoff_commands
+
+if TYPE_CHECKING:
+    from planner.plan.sharding_plan import ShardingPlan
 
 CONFIGURATION = "A configuration by its degrees"
 _PRICED = (
@@ -102,10 +105,14 @@ def plan_command(
         if output is not None:
             check_writable(output)
         limits = {name: options.pop(name) for name in ("time_limit_s", "jobs")}
-        if framework is not None:
-            options["planner"] = planner_for(framework, options["planner"])
         options, assumed = with_assumed(model, options)
-        plan = plan_of(request_of(model=model, **options), use_cache=not no_cache, **limits)
+
+        def plan_with(planner: str) -> ShardingPlan:
+            request = request_of(model=model, **{**options, "planner": planner})
+            return plan_of(request, use_cache=not no_cache, **limits)
+
+        planner = options["planner"]
+        plan = plan_with(planner) if framework is None else plan_for(framework, planner, plan_with)
         plan = dataclasses.replace(plan, assumed=assumed)
         if output is not None:
             save_plan(plan, output)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from api.frameworks.as_plan import NotAPlan, request_of
-from api.frameworks.expressed import Row
+from api.frameworks.expressed import FSDP_GROUPS, Row
 from api.frameworks.launch import Framework, Launch
 from api.frameworks.plan_launch import FIELD_NAMES, launch_of, rows_of
 from api.frameworks.registry import find_framework
@@ -23,7 +23,7 @@ TORCH = "torch"
 """Name of the export that is a script of torch alone."""
 
 TORCH_PLANNERS = ("ddp", "fsdp", "hsdp", "fsdp-tp", KEEP_GATHERED)
-"""Baselines that such a script says, but for parameters outside of blocks, and that FSDP groups may stay gathered."""
+"""Baselines that such a script says of most models (`plan_within`), and that FSDP groups may stay gathered."""
 
 _MOST_SIMPLIFICATIONS = 3
 """Most simplifications at once by which a configuration may differ from a plan."""
@@ -53,6 +53,16 @@ class Exported:
         """Whether all of the plan is expressed."""
         return all(row.outcome == "expressed" for row in self.rows)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether some of the plan is lost, not expressed or approximated."""
+        return any(row.outcome == "lost" for row in self.rows)
+
+    @property
+    def groups_otherwise(self) -> bool:
+        """Whether nothing differs from the plan but what is gathered together, and when."""
+        return all(row.outcome == "expressed" or row.field == FSDP_GROUPS for row in self.rows)
+
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
         rows = [dataclasses.asdict(row) for row in self.rows]
@@ -71,6 +81,21 @@ def planners_of(name: str) -> tuple[str, ...]:
     kept = Launch(shard=8, zero=3, micro_batch=1, batch=8, seq=8, reshard_after_forward=False)
     keeps = framework.can_say(kept, "reshard_after_forward") and framework.can_write(kept)
     return (*framework.planners, *((KEEP_GATHERED,) if keeps else ()))
+
+
+def plan_within(name: str, plan_of: Callable[[str], ShardingPlan]) -> ShardingPlan:
+    """Return the best plan that a framework's configuration says; ``plan_of`` plans with the planners that it is given.
+
+    Whether a torch script says tensor parallelism depends on the model: where it loses it, others are planned.
+
+    Raises:
+        JobError: there is no such framework.
+    """
+    planners = planners_of(name)
+    plan = plan_of("+".join(planners))
+    if name == TORCH and plan.solver is not None and export_plan(plan, name).has_loss:
+        plan = plan_of("+".join(planner for planner in planners if planner != plan.solver.name))
+    return plan
 
 
 def export_plan(plan: ShardingPlan, name: str, *, allow_local: bool = True) -> Exported:

@@ -7,6 +7,9 @@ from typing import Literal
 
 Outcome = Literal["expressed", "approximated", "lost"]
 
+FSDP_GROUPS = "fsdp groups"
+"""The field of rows on what is gathered together, and when."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

@@ -21,13 +21,15 @@ def row_lines(exported: Exported, plan: ShardingPlan, step_s: float | None) -> l
     lines = table([*heads, *((f"  {row.field}", row.outcome, row.detail) for row in exported.rows)], "<<<", indent="")
     if exported.loses_nothing:
         return [*lines, "", *fold("Nothing of the plan is lost.")]
-    lines += ["", *fold(_cost(plan, step_s))]
-    if exported.framework != TORCH:
+    lines += ["", *fold(_cost(exported, plan, step_s))]
+    if exported.framework != TORCH or exported.has_loss:
         lines += fold(f"`shardplan plan ... --for {exported.framework}` plans within what it can say.")
     return lines
 
 
-def _cost(plan: ShardingPlan, step_s: float | None) -> str:
+def _cost(exported: Exported, plan: ShardingPlan, step_s: float | None) -> str:
+    if exported.framework == TORCH and exported.groups_otherwise:
+        return "The script has fewer collectives than the plan, for the same weights: a step takes no longer."
     planned_s = None if plan.estimate is None else plan.estimate.step_time_s
     if step_s is None or planned_s is None:
         return "What that costs is not known: the configuration's layouts are no plan that is priced op by op."

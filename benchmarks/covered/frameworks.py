@@ -3,18 +3,20 @@
     python -m covered.frameworks [--presets gpt2,llama-3.1-8b] [--clusters 1x8xh100-sxm-80gb] [--output FILE.md]
 
 A plan made ``--for`` a framework is exported, and has to lose nothing. The table has the step time of the best plan of
-the search, and how much longer a step takes within what the frameworks can say.
+the search, how much longer a step takes within what the frameworks can say, and what a torch script approximates.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from api.frameworks.export import export_plan, planners_of
+from api.frameworks.export import TORCH, export_plan, plan_within, planners_of
+from api.frameworks.expressed import Row as ExportRow
 from api.frameworks.registry import NAMES
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.build import build_plan
@@ -38,7 +40,8 @@ class Row:
     Attributes:
         best_s: seconds of a step under the best plan; None: none fits.
         within: planners of a set of frameworks -> (baseline, mesh, seconds of a step); None: none of them fits.
-        losses: what an export of such a plan does not express; it should be empty.
+        losses: what an export of such a plan does not express; of a torch script, what it loses. It should be empty.
+        approximated: what a torch script approximates.
         seconds: time of planning all.
     """
 
@@ -47,14 +50,15 @@ class Row:
     best_s: float | None
     within: dict[str, tuple[str, str, float] | None]
     losses: tuple[str, ...]
+    approximated: tuple[str, ...]
     seconds: float
 
 
 def sets() -> dict[str, list[str]]:
-    """Return planners, joined -> the frameworks that can say them."""
+    """Return planners, joined, or `TORCH` -> the frameworks that can say them."""
     found: dict[str, list[str]] = {}
     for name in FRAMEWORKS:
-        found.setdefault("+".join(planners_of(name)), []).append(name)
+        found.setdefault(TORCH if name == TORCH else "+".join(planners_of(name)), []).append(name)
     return found
 
 
@@ -65,64 +69,74 @@ def row_of(preset: str, cluster: str) -> Row:
     batch, seq = SAMPLES_PER_DEVICE * nodes * per_node, SEQ.get(preset, 4096)
     source = load_model(preset, batch=batch, seq=seq)
     within: dict[str, tuple[str, str, float] | None] = {}
-    losses = []
+    losses: list[str] = []
+    approximated: list[str] = []
 
-    def plan(planner: str) -> ShardingPlan | None:
-        try:
-            with quiet_libraries():
-                return build_plan(
-                    source.module,
-                    example_inputs=source.example_inputs,
-                    tp_plan=source.tp_plan,
-                    cluster=cluster,
-                    batch=batch,
-                    seq=source.seq,
-                    planner=planner,
-                )
-        except InfeasibleError:
-            return None
+    def plan(planner: str) -> ShardingPlan:
+        with quiet_libraries():
+            found = build_plan(
+                source.module,
+                example_inputs=source.example_inputs,
+                tp_plan=source.tp_plan,
+                cluster=cluster,
+                batch=batch,
+                seq=source.seq,
+                planner=planner,
+            )
+        return dataclasses.replace(found, model=preset)
 
-    best = plan("ilp")
+    best = _or_none(lambda: plan("ilp"))
     for planners, names in sets().items():
-        found = plan(planners)
+        found = _or_none(lambda name=names[0]: plan_within(name, plan))
         if found is None or found.estimate is None or found.solver is None:
             within[planners] = None
             continue
         within[planners] = found.solver.name, str(found.mesh), found.estimate.step_time_s
-        losses += list(_losses(found, names))
+        for name in names:
+            for row, text in _not_expressed(found, name):
+                is_near = name == TORCH and row is not None and row.outcome == "approximated"
+                (approximated if is_near else losses).append(text)
     return Row(
         preset=preset,
         cluster=cluster,
         best_s=None if best is None or best.estimate is None else best.estimate.step_time_s,
         within=within,
         losses=tuple(losses),
+        approximated=tuple(approximated),
         seconds=time.perf_counter() - started,
     )
 
 
-def _losses(plan: ShardingPlan, names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        try:
-            rows = export_plan(plan, name).rows
-        except PlannerError as error:
-            yield f"{name}: {error}"
-            continue
-        for row in rows:
-            if row.outcome != "expressed":
-                yield f"{name}: {row.field} {row.outcome}: {row.detail}"
+def _or_none(plan: Callable[[], ShardingPlan]) -> ShardingPlan | None:
+    try:
+        return plan()
+    except InfeasibleError:
+        return None
+
+
+def _not_expressed(plan: ShardingPlan, name: str) -> Iterator[tuple[ExportRow | None, str]]:
+    """Yield what an export does not express, as a row and as text; a row of None: there is no export."""
+    try:
+        rows = export_plan(plan, name).rows
+    except PlannerError as error:
+        yield None, f"{name}: {error}"
+        return
+    for row in rows:
+        if row.outcome != "expressed":
+            yield row, f"{name}: {row.field} {row.outcome}: {row.detail}"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as Markdown."""
     heads = [", ".join(names) for names in sets().values()]
-    lines = ["| preset | devices | best plan | " + " | ".join(heads) + " | lost |"]
-    lines.append("| --- | --- | --- | " + " | ".join("---" for _ in heads) + " | --- |")
+    lines = ["| preset | devices | best plan | " + " | ".join(heads) + " | lost | approximated |"]
+    lines.append("| --- | --- | --- | " + " | ".join("---" for _ in heads) + " | --- | --- |")
     for row in rows:
         nodes, per_node = (int(part) for part in row.cluster.split("x")[:2])
         best = "does not fit" if row.best_s is None else f"{row.best_s:.3g} s"
         cells = [_cell(row.best_s, found) for found in row.within.values()]
-        lost = "; ".join(row.losses) or "nothing"
-        lines.append(f"| {row.preset} | {nodes * per_node} | {best} | {' | '.join(cells)} | {lost} |")
+        lost, near = ("; ".join(texts) or "nothing" for texts in (row.losses, row.approximated))
+        lines.append(f"| {row.preset} | {nodes * per_node} | {best} | {' | '.join(cells)} | {lost} | {near} |")
     return "\n".join(lines) + "\n"
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from api.frameworks.expressed import Row
+from api.frameworks.expressed import FSDP_GROUPS, Row
 from api.frameworks.pytorch.axes import AxisRoles, ParameterLayouts, by_name
 from api.frameworks.pytorch.names import collapsed, names_of, tied_parameters
+from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.sharding_plan import ShardingPlan
 
 R = Replicate()
@@ -161,26 +162,45 @@ class _Grouping:
             for name in of_unit
             if name.removeprefix(f"{fqn}.") not in groups[fqn]
         ]
-        for fqn, of_unit in members.items():
-            if fqn not in groups and len(of_unit) > 1:
-                joined += of_unit
-        yield Row(
-            field="fsdp groups", outcome="expressed", detail=f"fully_shard on {self._text(members) or 'the root'}"
-        )
+        in_one_call = [n for fqn, of_unit in members.items() if fqn not in groups and len(of_unit) > 1 for n in of_unit]
+        said = f"fully_shard on {self._text(members) or 'the root'}"
+        if in_one_call:
+            said += f"; parameters of one module are gathered in one call, not each: {names_of(in_one_call, names)}"
+        yield Row(field=FSDP_GROUPS, outcome="expressed", detail=said)
         if joined:
             detail = f"gathered in one call with the rest of their module: {names_of(joined, names)}"
-            yield Row(field="fsdp groups", outcome="approximated", detail=detail)
+            yield Row(field=FSDP_GROUPS, outcome="approximated", detail=detail)
         if root:
-            detail = f"gathered once a forward by the root, and kept for the backward: {names_of(root, names)}"
-            yield Row(field="fsdp groups", outcome="approximated", detail=detail)
+            detail = (
+                f"gathered once a forward by the root, and kept for the backward{self._size(root)}: "
+                f"{names_of(root, names)}"
+            )
+            yield Row(field=FSDP_GROUPS, outcome="approximated", detail=detail)
         others = self._other_dims() if any(map(self._dim, names)) else []
         if others:
             detail = f"sharded on their first dim: {names_of(others, names)}"
             yield Row(field="parameters", outcome="approximated", detail=detail)
         whole = [n for n in names if all(self.layouts[n].stored[axis] == R for axis in self.roles.shard)]
-        if whole:
-            detail = f"sharded by FSDP, and replicated in the plan: {names_of(whole, names)}"
-            yield Row(field="parameters", outcome="approximated", detail=detail)
+        uneven = [name for name in whole if self._is_uneven(name)]
+        for field, of_field in ((FSDP_GROUPS, uneven), ("parameters", [name for name in whole if name not in uneven])):
+            if of_field:
+                detail = f"sharded by FSDP, and replicated in the plan: {names_of(of_field, names)}"
+                yield Row(field=field, outcome="approximated", detail=detail)
+
+    def _is_uneven(self, name: str) -> bool:
+        """Return whether a parameter is a vector that the ranks do not divide, so that plans have it whole."""
+        if self.module is None:
+            return False
+        parameter = self.module.get_parameter(name)
+        return parameter.dim() == 1 and parameter.numel() % math.prod(self.roles.sizes[a] for a in self.roles.shard) > 0
+
+    def _size(self, names: list[str]) -> str:
+        """Return the bytes that parameters take when they are gathered, as text; "" where the model is not known."""
+        if self.module is None:
+            return ""
+        parameters = {self.module.get_parameter(name) for name in names}
+        itemsize = BYTES_PER_ELEMENT[self.plan.job.dtype]
+        return f" ({sum(parameter.numel() for parameter in parameters) * itemsize / 1e6:,.3g} MB)"
 
     def _text(self, fqns: Iterable[str]) -> str:
         return ", ".join(collapsed(dict.fromkeys(fqns, ""), self._modules() or fqns))

@@ -1,6 +1,7 @@
 /** The frame of a plan, on the server's page and in the report: title, headline, links to the views, the chosen view. */
 
 import { element, emptyText, hiddenText } from "shardplan/dom.js";
+import { priceOfStep } from "shardplan/price.js";
 import { applyTheme, REDRAW, stored } from "shardplan/theme.js";
 
 /**
@@ -39,6 +40,9 @@ export function planFrame(view, { views, context, actions = [] }) {
       element("div", { class: "actions no-print" }, actions),
     ),
     headline(view.headline ?? []),
+    view.time && view.cluster
+      ? priceOfStep(view.time.step_s, view.cluster.nodes * view.cluster.devices_per_node)
+      : null,
     element("nav", { class: "tabs no-print", "aria-label": "Views of the plan" }, [...links.values()]),
     [...panels.values()].map((item) => item.node),
   );

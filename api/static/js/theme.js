@@ -1,6 +1,7 @@
 /** The theme: light, dark, or that of the system; the choice is kept in this browser. */
 
 import { element } from "shardplan/dom.js";
+import { storedText, storeText } from "shardplan/storage.js";
 
 const KEY = "shardplan-theme";
 const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
@@ -20,7 +21,7 @@ export function themeSelect() {
     element("option", { value, selected: value === stored() }, text),
   );
   const choose = (event) => {
-    store(event.target.value);
+    storeText(KEY, event.target.value);
     applyTheme(event.target.value);
   };
   return element(
@@ -40,20 +41,8 @@ export function applyTheme(theme) {
 
 /** Returns the theme that was chosen: auto, light or dark. */
 export function stored() {
-  try {
-    const theme = localStorage.getItem(KEY);
-    return theme in THEMES ? theme : "auto";
-  } catch {
-    return "auto"; // a report opened from a file may have no storage
-  }
-}
-
-function store(theme) {
-  try {
-    localStorage.setItem(KEY, theme);
-  } catch {
-    return; // the choice holds until the page is closed
-  }
+  const theme = storedText(KEY);
+  return theme in THEMES ? theme : "auto";
 }
 
 function redraw() {

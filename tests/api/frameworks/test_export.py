@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import families
 
-from api.frameworks.export import TORCH, Exported, export, export_plan, planners_of
+from api.frameworks.export import TORCH, Exported, export, export_plan, plan_within, planners_of
 from api.frameworks.launch import Launch
 from api.frameworks.plan_launch import launch_of
 from api.frameworks.registry import NAMES, find_framework
@@ -93,6 +94,30 @@ def test_checkpointing_of_some_blocks_is_approximated() -> None:
     rows = {row.field: row for row in export(some, find_framework("torchtitan")).rows}
     assert rows["activation checkpointing"].outcome == "approximated"
     assert "full:1 becomes full" in rows["activation checkpointing"].detail
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["styles say it", "no model to read styles from"])
+def test_a_plan_for_a_torch_script_is_tensor_parallel_where_a_script_can_say_it(tmp_path: Path, is_known: bool) -> None:
+    config = tmp_path / "config.json"
+    module, _ = families.make("llama", 16)
+    config.write_text(json.dumps(module.config.to_dict()), encoding="utf-8")  # type: ignore[operator, union-attr]
+    asked: list[list[str]] = []
+
+    def plan_of(planner: str) -> ShardingPlan:
+        asked.append(planner.split("+"))
+        found = plan_for("fsdp-tp" if "fsdp-tp" in asked[-1] else "fsdp", "1x4xtoy")
+        return dataclasses.replace(found, model=str(config) if is_known else None)
+
+    plan = plan_within(TORCH, plan_of)
+    assert plan.solver is not None
+    assert plan.solver.name == ("fsdp-tp" if is_known else "fsdp")
+    assert not export_plan(plan, TORCH).has_loss
+    dropped = [set(asked[0]) - set(names) for names in asked]
+    assert dropped == ([set()] if is_known else [set(), {"fsdp-tp"}])
+    if not is_known:
+        text = "\n".join(row_lines(export_plan(plan_of("fsdp-tp"), TORCH), plan, None))
+        assert "--for torch" in text
+        assert "not known" in text
 
 
 def test_a_training_plan_is_no_server() -> None:

@@ -120,6 +120,9 @@ def test_from_the_empty_form_to_a_plan_of_llama_70b(page: Page, server: Server, 
     assert plan["estimate"]["step_time_s"] == pytest.approx(
         float(page.locator("dd[data-value]").first.get_attribute("data-value") or "nan")
     )
+    page.get_by_label("Price of a device").fill("2.5")
+    dollars = float(page.locator(".price output").get_attribute("data-value") or "nan")
+    assert dollars == pytest.approx(plan["estimate"]["step_time_s"] * 64 * 2.5 / 3600)
     for view in ON_THE_SERVER:
         page.locator("nav.tabs").get_by_role("link", name=view.replace("-", " "), exact=False).first.click()
         expect(page.locator(f"#view-{view}")).to_be_visible()

@@ -5,6 +5,7 @@ import { bytes, dollars, seconds, significant, whole } from "shardplan/format.js
 import { problemBox } from "shardplan/pages/problem_box.js";
 import { sweepChart } from "shardplan/pages/sweep_chart.js";
 import { requestsOfSweep } from "shardplan/pages/sweep_requests.js";
+import { priceInput, priceOf } from "shardplan/price.js";
 import { table } from "shardplan/table.js";
 
 export const sweep = { name: "sweep", title: "Sweep", keys: ["sweep"], draw };
@@ -46,22 +47,18 @@ function pointsOf(text) {
 
 /** Follows the jobs of a sweep, and draws what is known of them whenever one ends. */
 function followSweep(kind, points, { api, result, own }) {
-  const price = element("input", {
-    type: "text",
-    inputmode: "decimal",
-    size: 6,
-    autocomplete: "off",
-    on: { input: show },
-  });
-  const priced = element("label", { class: "inline" }, "Price of a device, $ per hour ", price);
   const body = element("div", {});
   const ended = new AbortController();
   const rows = points.map(([key, id]) => ({ key: Number(key), id, status: "waiting", own: id === own }));
+  let perHour = null;
+  const priced = priceInput((price) => {
+    perHour = price;
+    show();
+  });
   result.append(priced, body);
 
   function show() {
-    const perHour = Number(price.value) > 0 ? Number(price.value) : null;
-    for (const row of rows) row.price = perHour && row.step_s ? (row.step_s * row.devices * perHour) / 3600 : null;
+    for (const row of rows) row.price = priceOf(row.step_s, row.devices, perHour);
     body.replaceChildren(
       card(
         KINDS[kind],
