@@ -164,13 +164,15 @@ function trackTable(time) {
   });
 }
 
+/** Returns the table of events; those of equal names but for the numbers of blocks are one row. */
 function labelTable(time) {
+  const names = time.labels.map((label) => label.replace(/\.\d+(?!\w)/g, ".*"));
   const totals = new Map();
   for (const [track, , duration, label, kind] of time.events) {
-    const key = `${track} ${label} ${kind}`;
+    const key = `${track} ${names[label]} ${kind}`;
     const total = totals.get(key) ?? {
       track: time.tracks[track].name,
-      label: time.labels[label],
+      label: names[label],
       kind,
       events: 0,
       seconds: 0,
