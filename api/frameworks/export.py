@@ -86,15 +86,18 @@ def planners_of(name: str) -> tuple[str, ...]:
 def plan_within(name: str, plan_of: Callable[[str], ShardingPlan]) -> ShardingPlan:
     """Return the best plan that a framework's configuration says; ``plan_of`` plans with the planners that it is given.
 
-    Whether a torch script says tensor parallelism depends on the model: where it loses it, others are planned.
+    Which plans a torch script says depends on the model: where it loses some of one, another baseline is planned.
 
     Raises:
         JobError: there is no such framework.
     """
     planners = planners_of(name)
     plan = plan_of("+".join(planners))
-    if name == TORCH and plan.solver is not None and export_plan(plan, name).has_loss:
-        plan = plan_of("+".join(planner for planner in planners if planner != plan.solver.name))
+    while name == TORCH and plan.solver is not None and export_plan(plan, name).has_loss:
+        planners = tuple(planner for planner in planners if planner != plan.solver.name)
+        if set(planners) <= {KEEP_GATHERED}:
+            break
+        plan = plan_of("+".join(planners))
     return plan
 
 

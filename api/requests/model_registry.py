@@ -19,6 +19,7 @@ from torch import nn
 from api.requests.factories import call_factory
 from api.requests.model_configs import FUSED_PROJECTIONS, ModelConfig, find_config, without_suffix
 from planner.errors import JobError, ModelError, PlanMismatchError
+from planner.graph.example_inputs import DEFAULT_IMAGE_SIZE, has_image_size, has_image_tokens, takes_sequences
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -126,11 +127,7 @@ def full_config(config: ModelConfig) -> tuple[dict[str, Any], bool]:
     """
     with quiet_libraries():
         hf_config = _hf_config(config)
-        return hf_config.to_dict(), _takes_seq(_model_class(config, hf_config)[0])
-
-
-def _takes_seq(model: nn.Module | type[nn.Module]) -> bool:
-    return getattr(model, "main_input_name", "input_ids") != "pixel_values"
+        return hf_config.to_dict(), takes_sequences(_model_class(config, hf_config)[0], hf_config)
 
 
 def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSource:
@@ -179,15 +176,33 @@ def _from_config(config: ModelConfig, *, seq: int | None) -> ModelSource:
 
 def _hugging_face(name: str, module: nn.Module, *, seq: int | None, notes: tuple[str, ...]) -> ModelSource:
     """Return the source of a Hugging Face model, whose example inputs follow from its config."""
-    takes_seq = _takes_seq(module)
+    takes_seq = takes_sequences(module, module.config)
     if seq is not None and takes_seq:
         notes += _check_positions(name, module, seq)
     elif seq is not None:
-        notes += (f"--seq {seq} is ignored: {name} takes images of a fixed size, not sequences",)
+        notes += (f"--seq {seq} is ignored: the inputs of {name} have a fixed size, and are not sequences",)
         seq = None
+    notes += _input_notes(name, module)
     return ModelSource(
         name=name, module=module, seq=seq, takes_seq=takes_seq, tp_plan=carried_tp_plan(module), notes=notes
     )
+
+
+def _input_notes(name: str, module: nn.Module) -> tuple[str, ...]:
+    """Return notes on inputs that the config does not say, or that mean something else than one would think."""
+    config: Any = module.config
+    takes_images = "pixel_values" in inspect.signature(module.forward).parameters
+    if takes_images and has_image_tokens(config):
+        return (f"planned on text alone: how many tokens an image of {name} takes is in no config",)
+    if takes_images and not has_image_size(config):
+        assumed = f"{DEFAULT_IMAGE_SIZE} x {DEFAULT_IMAGE_SIZE}"
+        return (f"images of {assumed} pixels are assumed: the config of {name} has no image_size (add it)",)
+    notes: tuple[str, ...] = ()
+    if getattr(module, "main_input_name", None) == "input_values" and takes_sequences(module, config):
+        notes += ("a sequence is so many samples of sound, of which 16,000 are usually a second",)
+    if type(module).__name__.endswith("ForCTC"):
+        notes += ("planned without labels: CTC's loss looks at their values; compute it from the logits",)
+    return notes
 
 
 def _hf_config(config: ModelConfig) -> Any:
@@ -246,7 +261,8 @@ def _model_class(config: ModelConfig, hf_config: Any) -> tuple[type[nn.Module], 
 
 
 def _has_loss(cls: type[nn.Module]) -> bool:
-    return "labels" in inspect.signature(cls.forward).parameters
+    """Return whether a class computes a loss, from labels, from the ends of an answer, or of pairs (CLIP)."""
+    return not {"labels", "start_positions", "return_loss"}.isdisjoint(inspect.signature(cls.forward).parameters)
 
 
 def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
@@ -256,6 +272,10 @@ def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_CTC_MAPPING,
+        auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING,
     ]
     if not getattr(hf_config, "is_decoder", False):
         kinds.insert(0, auto.MODEL_FOR_MASKED_LM_MAPPING)
@@ -267,7 +287,7 @@ def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
             cls: type[nn.Module] = entry[0] if isinstance(entry, tuple) else entry
             return cls
     raise ModelError(
-        f"{config.name} ({hf_config.model_type}) has no language-model head and no image classifier.",
+        f"{config.name} ({hf_config.model_type}) has no head with a loss: of language, images or speech.",
         what_to_do="Name a class with a loss under architectures, or use package.module:factory.",
     )
 

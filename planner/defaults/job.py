@@ -14,6 +14,7 @@ from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.defaults.cluster import default_cluster
 from planner.defaults.device_mesh import mesh_spec_of
+from planner.graph.example_inputs import takes_sequences
 from planner.plan.former_names import with_current_names
 
 LONGEST_SEQ = 8192
@@ -32,7 +33,7 @@ class ModelConfig:
 
     Attributes:
         values: the config.
-        takes_seq: whether the model takes sequences of tokens, not images.
+        takes_seq: whether the model takes sequences, of tokens or samples of sound, not images alone.
     """
 
     values: Mapping[str, Any]
@@ -44,7 +45,7 @@ def config_of(module: nn.Module) -> ModelConfig | None:
     config, main_input = getattr(module, "config", None), getattr(module, "main_input_name", None)
     if main_input is None or config is None or not hasattr(config, "to_dict"):
         return None
-    return ModelConfig(values=config.to_dict(), takes_seq=main_input != "pixel_values")
+    return ModelConfig(values=config.to_dict(), takes_seq=takes_sequences(module, config))
 
 
 def with_defaults(options: Mapping[str, Any], config: ModelConfig | None) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from planner.graph.layer_caches import undecoded_layers
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.job_spec import JobPhase
+
+DEFAULT_IMAGE_SIZE = 224
+"""Height and width of images in pixels where no config says them, as for ResNet: most are trained on this size."""
 
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 """Arguments of one call with the global batch: positional, by keyword, or None to make them from the config."""
@@ -77,17 +80,19 @@ def inputs_from_config(
 ) -> ExampleInputs:
     """Return the arguments of a Hugging Face model, on the meta device.
 
-    Training inputs include labels. Prefill inputs ask for the logits of the last token only, if the model allows it.
-    Decoding inputs have one token per sequence; the KV cache is not among them.
+    Training inputs include labels, if the model takes them as a tensor. Prefill inputs ask for the logits of the last
+    token only, if the model allows it. Decoding inputs have one token per sequence; the KV cache is not among them.
+    Images have the size in the config, or `DEFAULT_IMAGE_SIZE`. A model whose images are tokens among those of the text
+    (LLaVA) gets text alone: how many tokens an image takes is in no config.
 
     Args:
         module: the model.
         batch: samples in the global batch.
-        seq: tokens per sequence; image models do not use it.
+        seq: tokens per sequence, or samples of sound; not used where `takes_sequences` is False.
         phase: the phase that the arguments are for.
 
     Raises:
-        ModelError: the module has no config.
+        ModelError: the module has no config, or inputs that cannot be made from one.
         JobError: the batch or the sequence length is missing, or the module cannot decode.
     """
     config = getattr(module, "config", None)
@@ -101,24 +106,127 @@ def inputs_from_config(
         check_can_decode(module)
     if batch is None:
         raise JobError("no batch is given.", what_to_do="Give the global batch, for example batch=128.", field="batch")
-    if name == "pixel_values":
-        return _image_inputs(config, batch, labels=phase == "training")
-    if seq is None:
+    if seq is None and takes_sequences(module, config):
         raise JobError("no sequence length is given.", what_to_do="Give it, for example seq=8192.", field="seq")
+    takes = signature(module.forward).parameters
 
     def tokens() -> torch.Tensor:
-        return torch.zeros(batch, 1 if phase == "decode" else seq, dtype=torch.long, device="meta")
+        return torch.zeros(batch, 1 if phase == "decode" else seq or 1, dtype=torch.long, device="meta")
 
-    kwargs: dict[str, Any] = {"input_ids": tokens()}
+    kwargs: dict[str, Any] = {}
+    if name == "input_ids" or (name == "pixel_values" and "input_ids" in takes):
+        kwargs["input_ids"] = tokens()
+    if "pixel_values" in takes and not has_image_tokens(config):
+        kwargs["pixel_values"] = torch.zeros(batch, *image_shape(config), device="meta")
+    if name not in kwargs:
+        kwargs[name] = torch.zeros(batch, *_sound_shape(module, name, config, seq), device="meta")
     if phase == "training":
-        kwargs["labels"] = tokens()
+        kwargs.update(_labels(module, takes, kwargs, tokens()))
     if getattr(config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = tokens()
-    if getattr(config, "use_cache", None) is not None:
+    if _takes_use_cache(config, takes):
         kwargs["use_cache"] = False
-    if phase == "prefill" and "logits_to_keep" in signature(module.forward).parameters:
+    if phase == "prefill" and "logits_to_keep" in takes:
         kwargs["logits_to_keep"] = 1
     return ExampleInputs(args=(), kwargs=kwargs)
+
+
+def takes_sequences(model: nn.Module | type[nn.Module], config: Any) -> bool:
+    """Return whether the inputs of a Hugging Face model, or of its class, have a length: tokens, or samples of sound.
+
+    Images and spectrograms have the size in the config.
+    """
+    name = getattr(model, "main_input_name", "input_ids")
+    if name == "pixel_values":
+        return "input_ids" in signature(model.forward).parameters
+    return not (name == "input_values" and _is_spectrogram(config))
+
+
+def has_image_size(config: Any) -> bool:
+    """Return whether a Hugging Face config says the size of images."""
+    return any(getattr(part, "image_size", None) is not None for part in _vision_configs(config))
+
+
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Return (channels, height, width) of the images of a model, by its Hugging Face config."""
+    parts = _vision_configs(config)
+    size: Any = next((part.image_size for part in parts if getattr(part, "image_size", None)), DEFAULT_IMAGE_SIZE)
+    channels = next((part.num_channels for part in parts if getattr(part, "num_channels", None)), 3)
+    if isinstance(size, Mapping):
+        return channels, int(size["height"]), int(size["width"])
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+    return channels, height, width
+
+
+def _vision_configs(config: Any) -> list[Any]:
+    """Return the configs that may describe images: that of the model, and those of its parts that see."""
+    nested = (getattr(config, name, None) for name in ("vision_config", "backbone_config"))
+    return [config, *(part for part in nested if part is not None)]
+
+
+def has_image_tokens(config: Any) -> bool:
+    """Return whether images are tokens among those of a text, by a Hugging Face config."""
+    return any(getattr(config, f"image_token_{kind}", None) is not None for kind in ("id", "index"))
+
+
+def _is_spectrogram(config: Any) -> bool:
+    return getattr(config, "num_mel_bins", None) is not None and getattr(config, "max_length", None) is not None
+
+
+def _sound_shape(module: nn.Module, name: str, config: Any, seq: int | None) -> tuple[int, ...]:
+    """Return the shape of one sample of the input ``name``, of a model that hears.
+
+    Raises:
+        ModelError: the shape is not known.
+    """
+    frames, mel_bins = getattr(config, "max_source_positions", None), getattr(config, "num_mel_bins", None)
+    if name == "input_values" and mel_bins is not None and _is_spectrogram(config):
+        return config.max_length, mel_bins
+    if name == "input_values" and seq is not None:
+        return (seq,)
+    if name == "input_features" and frames and mel_bins:
+        return mel_bins, 2 * frames  # the encoder's second convolution has a stride of 2
+    if name == "input_features" and frames and getattr(config, "input_feat_per_channel", None):
+        return frames, config.input_feat_per_channel
+    raise ModelError(
+        f"the config of {type(module).__name__} does not say the shape of its input {name!r}.",
+        what_to_do="Give example_inputs: the arguments of one forward call, as a tuple or a dict.",
+    )
+
+
+def _labels(
+    module: nn.Module, takes: Mapping[str, Any], inputs: Mapping[str, torch.Tensor], tokens: torch.Tensor
+) -> dict[str, Any]:
+    """Return the arguments from which a model computes its loss.
+
+    None where labels are lists (of boxes), or where forward looks at their values (CTC): the loop then has the loss.
+    """
+    head, batch = type(module).__name__, len(tokens)
+
+    def classes(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.zeros(batch, *shape, dtype=dtype, device="meta")
+
+    if "start_positions" in takes:
+        return {"start_positions": classes(), "end_positions": classes()}
+    if "labels" not in takes:
+        return {"return_loss": True} if "return_loss" in takes else {}
+    count = getattr(module.config, "num_labels", None)
+    if "Detection" in head or head.endswith("ForCTC"):
+        return {}
+    if head.endswith("QuestionAnswering"):
+        return {"labels": classes(count or 1, dtype=torch.float32)}
+    if head.endswith("Segmentation"):
+        return {"labels": classes(*inputs["pixel_values"].shape[-2:])}
+    if head.endswith(("Classification", "NextSentencePrediction")) and not head.endswith("TokenClassification"):
+        return {"labels": classes(dtype=torch.float32 if count == 1 else torch.long)}
+    return {"labels": tokens}
+
+
+def _takes_use_cache(config: Any, takes: Mapping[str, Parameter]) -> bool:
+    """Return whether a model may be told to keep no cache."""
+    is_accepted = "use_cache" in takes or any(item.kind is item.VAR_KEYWORD for item in takes.values())
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return is_accepted and getattr(text, "use_cache", getattr(config, "use_cache", None)) is not None
 
 
 def has_kv_cache(module: nn.Module) -> bool:
@@ -152,11 +260,3 @@ def check_can_decode(module: nn.Module) -> None:
         detail = f"{name} cannot decode: it is no Hugging Face decoder with a KV cache."
     advice = 'Plan its forward pass (phase="prefill"), or name a causal language model.'
     raise JobError(detail, what_to_do=advice, field="phase")
-
-
-def _image_inputs(config: Any, batch: int, *, labels: bool) -> ExampleInputs:
-    size = config.image_size
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    pixels = torch.zeros(batch, config.num_channels, height, width, device="meta")
-    classes = {"labels": torch.zeros(batch, dtype=torch.long, device="meta")} if labels else {}
-    return ExampleInputs(args=(), kwargs={"pixel_values": pixels, **classes})

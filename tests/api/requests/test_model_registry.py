@@ -148,7 +148,7 @@ def test_seq_beyond_rotary_positions_is_a_note() -> None:
         (hf(model_type="llama", hidden_size=10**30, num_hidden_layers=1), "no model can be built"),
         (hf(model_type="llama", hidden_act="bogus", num_hidden_layers=1), "no model can be built"),
         (hf(model_type="llama", num_hidden_layers=10**9), "num_hidden_layers = 1000000000"),
-        (hf(model_type="clap"), "no language-model head"),
+        (hf(model_type="clap"), "no head with a loss"),
     ],
 )
 def test_what_is_no_model_says_why(spec: Any, message: str) -> None:
