@@ -19,7 +19,13 @@ from torch import nn
 from api.requests.factories import call_factory
 from api.requests.model_configs import FUSED_PROJECTIONS, ModelConfig, find_config, without_suffix
 from planner.errors import JobError, ModelError, PlanMismatchError
-from planner.graph.example_inputs import DEFAULT_IMAGE_SIZE, has_image_size, has_image_tokens, takes_sequences
+from planner.graph.example_inputs import (
+    DEFAULT_IMAGE_SIZE,
+    has_image_size,
+    has_image_tokens,
+    takes_sequences,
+    vision_configs,
+)
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -298,20 +304,33 @@ def _check_positions(name: str, module: nn.Module, seq: int) -> tuple[str, ...]:
     Raises:
         JobError: the model has fewer than ``seq`` learned positions.
     """
-    for fqn, part in module.named_modules():
-        if isinstance(part, nn.Embedding) and _POSITIONS.search(fqn):
-            unused = getattr(part, "offset", 0) or (0 if part.padding_idx is None else part.padding_idx + 1)
-            usable = part.num_embeddings - int(unused)
-            if seq > usable:
-                advice = f"Use --seq {usable} or less."
-                raise JobError(
-                    f"--seq is {seq}, but {name} has {usable} learned positions.", what_to_do=advice, field="seq"
-                )
-            return ()
+    usable = min(_learned_positions(module), default=None)
+    if usable is not None:
+        if seq > usable:
+            advice = f"Use --seq {usable} or less."
+            raise JobError(
+                f"--seq is {seq}, but {name} has {usable} learned positions.", what_to_do=advice, field="seq"
+            )
+        return ()
     trained = getattr(module.config, "max_position_embeddings", None)
     if isinstance(trained, int) and seq > trained:
         return (f"seq {seq} is longer than the {trained} positions that {name} was made for (rotary positions go on)",)
     return ()
+
+
+def _learned_positions(module: nn.Module) -> Iterator[int]:
+    """Yield how many tokens each table of positions has room for; those of images and of sound are left out."""
+    config: Any = module.config
+    others = [part for part in vision_configs(config) if part is not config]
+    hears = getattr(module, "main_input_name", None) in ("input_features", "input_values")
+    unread = [
+        f"{fqn}." for fqn, part in module.named_modules() if any(getattr(part, "config", None) is c for c in others)
+    ]
+    for fqn, part in module.named_modules():
+        is_unread = fqn.startswith(tuple(unread)) or (hears and ".encoder." in f".{fqn}.")
+        if isinstance(part, nn.Embedding) and _POSITIONS.search(fqn) and not is_unread:
+            unused = getattr(part, "offset", 0) or (0 if part.padding_idx is None else part.padding_idx + 1)
+            yield part.num_embeddings - int(unused)
 
 
 @contextmanager

@@ -144,12 +144,12 @@ def takes_sequences(model: nn.Module | type[nn.Module], config: Any) -> bool:
 
 def has_image_size(config: Any) -> bool:
     """Return whether a Hugging Face config says the size of images."""
-    return any(getattr(part, "image_size", None) is not None for part in _vision_configs(config))
+    return any(getattr(part, "image_size", None) is not None for part in vision_configs(config))
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
     """Return (channels, height, width) of the images of a model, by its Hugging Face config."""
-    parts = _vision_configs(config)
+    parts = vision_configs(config)
     size: Any = next((part.image_size for part in parts if getattr(part, "image_size", None)), DEFAULT_IMAGE_SIZE)
     channels = next((part.num_channels for part in parts if getattr(part, "num_channels", None)), 3)
     if isinstance(size, Mapping):
@@ -158,7 +158,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _vision_configs(config: Any) -> list[Any]:
+def vision_configs(config: Any) -> list[Any]:
     """Return the configs that may describe images: that of the model, and those of its parts that see."""
     nested = (getattr(config, name, None) for name in ("vision_config", "backbone_config"))
     return [config, *(part for part in nested if part is not None)]

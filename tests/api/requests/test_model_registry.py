@@ -118,6 +118,25 @@ def test_seq_beyond_learned_positions_is_an_error(name: str, usable: int) -> Non
         load_model(name, seq=usable + 1)
 
 
+@pytest.mark.parametrize(
+    ("values", "usable"),
+    [
+        ({"model_type": "whisper", "encoder_layers": 1, "decoder_layers": 1}, 448),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, 77),
+    ],
+    ids=["not those of sound", "not those of images"],
+)
+def test_positions_of_tokens_count(values: dict[str, Any], usable: int) -> None:
+    load_model(hf(**values), seq=usable)
+    with pytest.raises(JobError, match=f"has {usable} learned positions"):
+        load_model(hf(**values), seq=usable + 1)
+
+
+def test_positions_of_images_limit_no_text() -> None:
+    text = {"model_type": "llama", "num_hidden_layers": 1}
+    assert load_model(hf(model_type="llava", text_config=text), seq=2048).seq == 2048
+
+
 @pytest.mark.parametrize(("model_type", "usable"), [("roberta", 510), ("opt", 2048)])
 def test_positions_that_are_set_aside_do_not_count(model_type: str, usable: int) -> None:
     config = hf(model_type=model_type, num_hidden_layers=1)
