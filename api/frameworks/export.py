@@ -14,7 +14,7 @@ from api.frameworks.plan_launch import FIELD_NAMES, launch_of, rows_of
 from api.frameworks.registry import find_framework
 from api.requests.model_configs import find_config
 from api.requests.plan_request import plan_request
-from planner.errors import ModelError, PlanError, PlannerError
+from planner.errors import InfeasibleError, ModelError, PlanError, PlannerError
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import Progress
 from planner.run.baselines import KEEP_GATHERED
@@ -86,18 +86,23 @@ def planners_of(name: str) -> tuple[str, ...]:
 def plan_within(name: str, plan_of: Callable[[str], ShardingPlan]) -> ShardingPlan:
     """Return the best plan that a framework's configuration says; ``plan_of`` plans with the planners that it is given.
 
-    Which plans a torch script says depends on the model: where it loses some of one, another baseline is planned.
+    Which plans a torch script says depends on the model: where it loses some of one, another baseline is planned. Where
+    it loses some of all that fit, the best of all is returned.
 
     Raises:
         JobError: there is no such framework.
+        InfeasibleError: no plan fits.
     """
     planners = planners_of(name)
-    plan = plan_of("+".join(planners))
+    plan = best = plan_of("+".join(planners))
     while name == TORCH and plan.solver is not None and export_plan(plan, name).has_loss:
         planners = tuple(planner for planner in planners if planner != plan.solver.name)
         if set(planners) <= {KEEP_GATHERED}:
-            break
-        plan = plan_of("+".join(planners))
+            return best
+        try:
+            plan = plan_of("+".join(planners))
+        except InfeasibleError:
+            return best
     return plan
 
 

@@ -267,8 +267,10 @@ def _model_class(config: ModelConfig, hf_config: Any) -> tuple[type[nn.Module], 
 
 
 def _has_loss(cls: type[nn.Module]) -> bool:
-    """Return whether a class computes a loss, from labels, from the ends of an answer, or of pairs (CLIP)."""
-    return not {"labels", "start_positions", "return_loss"}.isdisjoint(inspect.signature(cls.forward).parameters)
+    """Return whether a class computes a loss: from labels, the ends of an answer, pairs (CLIP), or inputs alone."""
+    arguments = inspect.signature(cls.forward).parameters
+    makes_labels = cls.__name__.endswith("ForPreTraining")
+    return makes_labels or not {"labels", "start_positions", "return_loss"}.isdisjoint(arguments)
 
 
 def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:

@@ -147,15 +147,16 @@ def has_image_size(config: Any) -> bool:
     return any(getattr(part, "image_size", None) is not None for part in vision_configs(config))
 
 
-def image_shape(config: Any) -> tuple[int, int, int]:
-    """Return (channels, height, width) of the images of a model, by its Hugging Face config."""
+def image_shape(config: Any) -> tuple[int, ...]:
+    """Return (channels, height, width) of the images of a model by its Hugging Face config; of videos, frames first."""
     parts = vision_configs(config)
     size: Any = next((part.image_size for part in parts if getattr(part, "image_size", None)), DEFAULT_IMAGE_SIZE)
     channels = next((part.num_channels for part in parts if getattr(part, "num_channels", None)), 3)
+    frames = next(((part.num_frames,) for part in parts if getattr(part, "num_frames", None)), ())
     if isinstance(size, Mapping):
-        return channels, int(size["height"]), int(size["width"])
+        return *frames, channels, int(size["height"]), int(size["width"])
     height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
-    return channels, height, width
+    return *frames, channels, height, width
 
 
 def vision_configs(config: Any) -> list[Any]:

@@ -147,11 +147,18 @@ def _is_tensor_parallel(plan: ShardingPlan, layouts: Mapping[str, ParameterLayou
 
 
 def moves(port: Port, axis: int) -> bool:
-    """Return whether a port does more, on ``axis``, than keep a batch split, or split one."""
-    source: Placement | None = None if port.source is None else port.source[axis]
-    if (source, port.layout[axis]) == (R, Shard(0)):
-        return False
-    return port.layout[axis] not in (R, Shard(0)) or source not in (None, port.layout[axis])
+    """Return whether a port does more, on ``axis``, than keep a batch split, split one or gather one."""
+    return any(place not in (None, R, Shard(0)) for place in _places(port, axis))
+
+
+def gathers_batch(port: Port, axis: int) -> bool:
+    """Return whether a port gathers, on ``axis``, a batch that is split: what follows runs on all samples."""
+    return _places(port, axis) == (Shard(0), R)
+
+
+def _places(port: Port, axis: int) -> tuple[Placement | None, Placement]:
+    """Return the placements from which and to which a port redistributes; None: its source is not known."""
+    return None if port.source is None else port.source[axis], port.layout[axis]
 
 
 def _is_fsdp_too(plan: ShardingPlan, layouts: Mapping[str, ParameterLayouts], axis: int) -> bool:

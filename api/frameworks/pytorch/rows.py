@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from api.frameworks.expressed import Row
-from api.frameworks.pytorch.axes import AxisRoles, ParameterLayouts, inner_ports, moves
+from api.frameworks.pytorch.axes import AxisRoles, ParameterLayouts, gathers_batch, inner_ports, moves
 from api.frameworks.pytorch.fsdp import Units
 from api.frameworks.pytorch.names import names_of
 from api.frameworks.pytorch.steps import OPTIMIZERS, Step
@@ -57,6 +57,11 @@ def _parameter_rows(
     keys = dict.fromkeys(key for key, _, port in inner_ports(plan) if any(moves(port, axis) for axis in roles.unsaid))
     if keys:
         yield Row(field="activations", outcome="lost", detail=f"other layouts than a split batch at {', '.join(keys)}")
+    data = (*roles.replicate, *roles.shard)
+    whole = dict.fromkeys(key for key, _, port in inner_ports(plan) if any(gathers_batch(port, axis) for axis in data))
+    if whole:
+        detail = f"each rank has its own samples at {', '.join(whole)}, where the plan gathers the batch"
+        yield Row(field="activations", outcome="approximated", detail=detail)
 
 
 def _step_rows(plan: ShardingPlan, roles: AxisRoles, step: Step) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import families
+from torch.distributed.tensor import Replicate, Shard
 
 from api.frameworks.export import TORCH, Exported, export, export_plan, plan_within, planners_of
 from api.frameworks.launch import Launch
@@ -18,6 +19,7 @@ from api.frameworks.registry import NAMES, find_framework
 from api.render.export import row_lines
 from planner.build import build_plan
 from planner.errors import JobError, PlanError
+from planner.plan.ports import Port
 from planner.plan.sharding_plan import ShardingPlan
 
 CLUSTERS = ("1x4xtoy", "2x4xtoy")
@@ -118,6 +120,17 @@ def test_a_plan_for_a_torch_script_is_tensor_parallel_where_a_script_can_say_it(
         text = "\n".join(row_lines(export_plan(plan_of("fsdp-tp"), TORCH), plan, None))
         assert "--for torch" in text
         assert "not known" in text
+
+
+def test_a_gathered_batch_is_still_data_parallel() -> None:
+    """A baseline may run a small classifier on all samples, so that no gradient of it is reduced."""
+    plan = plan_for("ddp", "1x4xtoy")
+    gathers = Port(layout=(Replicate(),), grad=(Replicate(),), source=(Shard(0),), source_grad=(Shard(0),))
+    exported = export_plan(dataclasses.replace(plan, input_plan={**plan.input_plan, "lm_head.input": gathers}), TORCH)
+    assert "DistributedDataParallel" in exported.text
+    assert not exported.has_loss
+    details = [row.detail for row in exported.rows if (row.field, row.outcome) == ("activations", "approximated")]
+    assert details == ["each rank has its own samples at lm_head.input, where the plan gathers the batch"]
 
 
 def test_a_training_plan_is_no_server() -> None:

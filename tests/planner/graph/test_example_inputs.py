@@ -66,6 +66,16 @@ CASES: Mapping[str, tuple[type[nn.Module], dict[str, Any], dict[str, tuple[int, 
     ),
     "no size of images": (hf.ResNetForImageClassification, RESNET, {"pixel_values": (BATCH, 3, 224, 224)}),
     "image with text": (hf.CLIPModel, CLIP, {"pixel_values": (BATCH, 3, 32, 32), "input_ids": (BATCH, SEQ)}),
+    "class of a video": (
+        hf.VideoMAEForVideoClassification,
+        {**SIGHT, "num_frames": 4},
+        {"pixel_values": (BATCH, 4, 3, 32, 32), "labels": (BATCH,)},
+    ),
+    "patches left out": (
+        hf.ViTMAEForPreTraining,
+        {**SIGHT, "decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2},
+        {"pixel_values": (BATCH, 3, 32, 32)},
+    ),
     "class of each pixel": (hf.SegformerForSemanticSegmentation, SEGFORMER, {"labels": (BATCH, 224, 224)}),
     "speech to text": (hf.WhisperForConditionalGeneration, WHISPER, {"input_features": (BATCH, 8, 48)}),
     "speech to text, older": (
