@@ -29,7 +29,7 @@ def row_lines(exported: Exported, plan: ShardingPlan, step_s: float | None) -> l
 
 def _cost(exported: Exported, plan: ShardingPlan, step_s: float | None) -> str:
     if exported.framework == TORCH and exported.groups_otherwise:
-        return "The script has fewer collectives than the plan, for the same weights: a step takes no longer."
+        return "The script gathers the same weights in fewer collectives: a step takes about as long, or less."
     planned_s = None if plan.estimate is None else plan.estimate.step_time_s
     if step_s is None or planned_s is None:
         return "What that costs is not known: the configuration's layouts are no plan that is priced op by op."

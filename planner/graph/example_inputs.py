@@ -118,7 +118,7 @@ def inputs_from_config(
         kwargs["input_ids"] = tokens()
     if "pixel_values" in takes and not has_image_tokens(config):
         kwargs["pixel_values"] = torch.zeros(batch, *image_shape(config), device="meta")
-    if name not in kwargs:
+    if name not in kwargs and name != "pixel_values":
         kwargs[name] = torch.zeros(batch, *_sound_shape(module, name, config, seq), device="meta")
     if phase == "training":
         kwargs.update(_labels(module, takes, kwargs, tokens()))
@@ -138,7 +138,7 @@ def takes_sequences(model: nn.Module | type[nn.Module], config: Any) -> bool:
     """
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
-        return "input_ids" in signature(model.forward).parameters
+        return not {"input_ids", "decoder_input_ids"}.isdisjoint(signature(model.forward).parameters)
     return not (name == "input_values" and _is_spectrogram(config))
 
 
@@ -161,8 +161,8 @@ def image_shape(config: Any) -> tuple[int, ...]:
 
 def vision_configs(config: Any) -> list[Any]:
     """Return the configs that may describe images: that of the model, and those of its parts that see."""
-    nested = (getattr(config, name, None) for name in ("vision_config", "backbone_config"))
-    return [config, *(part for part in nested if part is not None)]
+    nested = [getattr(config, name, None) for name in ("vision_config", "backbone_config", "encoder")]
+    return [config, *(part for part in nested if hasattr(part, "image_size") or hasattr(part, "num_channels"))]
 
 
 def has_image_tokens(config: Any) -> bool:

@@ -127,6 +127,22 @@ def test_labels_that_cannot_be_split_with_the_batch_are_left_out(
     module.to("meta")(**inputs)
 
 
+def test_text_of_an_image_has_a_length_and_the_image_the_size_of_its_encoder() -> None:
+    decoder = hf.TrOCRConfig(d_model=32, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=64, vocab_size=99)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(hf.ViTConfig(**SIGHT), decoder)
+    config.pad_token_id, config.decoder_start_token_id = 0, 1
+    module = hf.VisionEncoderDecoderModel(config).to("meta")
+    assert takes_sequences(module, config)
+    inputs = inputs_from_config(module, batch=BATCH, seq=SEQ).kwargs
+    shapes = {name: tuple(inputs[name].shape) for name in ("pixel_values", "labels", "decoder_input_ids")}
+    assert shapes == {
+        "pixel_values": (BATCH, 3, 32, 32),
+        "labels": (BATCH, SEQ),
+        "decoder_input_ids": (BATCH, SEQ),
+    }
+    assert module(**inputs).loss.dim() == 0
+
+
 def test_images_that_are_tokens_are_left_out() -> None:
     config = hf.LlavaConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**SIGHT))
     with torch.device("meta"):
