@@ -46,7 +46,19 @@ export function opGraph(ops, redistributions) {
     hiddenText("Key: "),
     "A thick edge is a redistribution, with the seconds of all its calls in a step.",
   );
-  return [key, scrollRegion("Graph of ops", drawing), told];
+  const region = scrollRegion("Graph of ops", drawing);
+  if (ops.length) showFirst(region, graph.node(String(ops[0].index)).x - left);
+  return [key, region, told];
+}
+
+/** Scrolls a region sideways, once it is on the page, so that what is drawn at `x` is in its middle. */
+function showFirst(region, x) {
+  const observer = new ResizeObserver(() => {
+    if (!region.clientWidth) return;
+    region.scrollLeft = x - region.clientWidth / 2;
+    observer.disconnect();
+  });
+  observer.observe(region);
 }
 
 function laidOut(ops, redistributions) {
