@@ -284,6 +284,7 @@ def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
         auto.MODEL_FOR_CTC_MAPPING,
         auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING,
+        auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING,
     ]
     if not getattr(hf_config, "is_decoder", False):
         kinds.insert(0, auto.MODEL_FOR_MASKED_LM_MAPPING)

@@ -20,6 +20,9 @@ from planner.plan.job_spec import JobPhase
 DEFAULT_IMAGE_SIZE = 224
 """Height and width of images in pixels where no config says them, as for ResNet: most are trained on this size."""
 
+_MOST_PIXELS = 65_536
+"""Height and width that no image exceeds (the longest side that JPEG can say)."""
+
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 """Arguments of one call with the global batch: positional, by keyword, or None to make them from the config."""
 
@@ -92,7 +95,7 @@ def inputs_from_config(
         phase: the phase that the arguments are for.
 
     Raises:
-        ModelError: the module has no config, or inputs that cannot be made from one.
+        ModelError: the module has no config, or inputs that cannot be made from it.
         JobError: the batch or the sequence length is missing, or the module cannot decode.
     """
     config = getattr(module, "config", None)
@@ -148,15 +151,30 @@ def has_image_size(config: Any) -> bool:
 
 
 def image_shape(config: Any) -> tuple[int, ...]:
-    """Return (channels, height, width) of the images of a model by its Hugging Face config; of videos, frames first."""
-    parts = vision_configs(config)
-    size: Any = next((part.image_size for part in parts if getattr(part, "image_size", None)), DEFAULT_IMAGE_SIZE)
-    channels = next((part.num_channels for part in parts if getattr(part, "num_channels", None)), 3)
-    frames = next(((part.num_frames,) for part in parts if getattr(part, "num_frames", None)), ())
-    if isinstance(size, Mapping):
-        return *frames, channels, int(size["height"]), int(size["width"])
-    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
-    return *frames, channels, height, width
+    """Return (channels, height, width) of the images of a model by its Hugging Face config; of videos, frames first.
+
+    Raises:
+        ModelError: the config has a size that is none.
+    """
+    size = _of_first(config, "image_size", DEFAULT_IMAGE_SIZE)
+    sides = [size.get("height"), size.get("width")] if isinstance(size, Mapping) else size
+    sides = list(sides) if isinstance(sides, list | tuple) else [sides]
+    sides = sides * 2 if len(sides) == 1 else sides
+    channels, frames = _of_first(config, "num_channels", 3), _of_first(config, "num_frames", None)
+    shape = (*(() if frames is None else (frames,)), channels, *sides)
+    if len(sides) != 2 or not all(type(dim) is int and 0 < dim <= _MOST_PIXELS for dim in shape):
+        raise ModelError(
+            f"the config of the model describes no images: image_size {size!r}, num_channels {channels!r}"
+            + ("." if frames is None else f", num_frames {frames!r}."),
+            what_to_do="Give image_size in pixels, as one number or as [height, width].",
+        )
+    return shape
+
+
+def _of_first(config: Any, name: str, default: Any) -> Any:
+    """Return a value of the first config that has it, of those that may describe images."""
+    values = (getattr(part, name, None) for part in vision_configs(config))
+    return next((value for value in values if value is not None), default)
 
 
 def vision_configs(config: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from support.small_models import TINY_LLAMA, TINY_REQUEST
 from typer.testing import CliRunner
 
 from api.cli.main import app as command_line
-from api.http.app import create_app
-from api.jobs.settings import ServerSettings
 from api.jobs.tokens import TokenStore
 from api.render.tradeoff_rows import TradeoffRow, alternative_rows, batch_rows, pareto_rows, sweep_rows
 from api.requests.plan_request import opened_request
@@ -170,21 +168,6 @@ def test_a_comparison_that_runs_can_be_cancelled(server: Server) -> None:
     too_small = {"kind": "pareto", "request": {**TINY_REQUEST, "memory_gb": 1e-6}}
     after = until_ended(server, "/v1/comparisons", post(server, "/v1/comparisons", too_small).json()["id"])
     assert (after["status"], after["error"]["title"]) == ("failed", "No plan fits the memory"), "the next job runs"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., TestClient]]:
-    """Start the service in this process, with nobody at work."""
-    clients: list[TestClient] = []
-
-    def start_app(**settings: Any) -> TestClient:
-        app = create_app(ServerSettings(data_dir=tmp_path, workers=0, **settings))
-        clients.append(TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False))
-        return clients[-1].__enter__()
-
-    yield start_app
-    for client in clients:
-        client.__exit__(None, None, None)
 
 
 @pytest.fixture

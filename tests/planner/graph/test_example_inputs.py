@@ -156,6 +156,14 @@ def test_sizes_of_images_as_configs_have_them() -> None:
     assert image_shape(hf.ResNetConfig(image_size=96)) == (3, 96, 96)
 
 
+@pytest.mark.parametrize("size", ["x", -3, 0, 10**12, [], [1, 2, 3], 2.5, True, {"height": 32}, {"a": 1}], ids=repr)
+def test_what_is_no_size_of_images_is_an_error(size: Any) -> None:
+    module = model_of(hf.ResNetForImageClassification, RESNET)
+    module.config.image_size = size  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="describes no images: image_size"):
+        inputs_from_config(module, batch=BATCH, seq=None)
+
+
 @pytest.mark.parametrize(
     ("values", "note"),
     [
