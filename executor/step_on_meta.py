@@ -24,6 +24,7 @@ from executor.torch_internals.strategies import matching_strategies_first
 from planner.errors import PlanError
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.cache_argument import cache_argument
+from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
@@ -67,7 +68,7 @@ class StepOnMeta:
     def decoding_batch(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the arguments of a decoding step, from those of one token."""
         self._counter = self._new_counter()
-        with self._trace.reported("filling the cache"), self._counter, self._values():
+        with self._trace.reported("filling the cache"), self._counter, self._values(), likelier_branches():
             return _decoding_batch(model, batch, self._plan.job.seq or 0)
 
     def run_micro_batch(self, model: nn.Module, batch: Any, *, forward_only: bool = False) -> Counts:
@@ -75,7 +76,11 @@ class StepOnMeta:
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         self._counter = self._new_counter()
         with self._counter, self._values():
-            with self._trace.reported("the forward"), torch.set_grad_enabled(self._plan.job.training):
+            with (
+                self._trace.reported("the forward"),
+                torch.set_grad_enabled(self._plan.job.training),
+                likelier_branches(),
+            ):
                 output = model(*args, **kwargs)
             if self._plan.job.training and not forward_only:
                 with self._trace.reported("the backward"):

@@ -1,7 +1,7 @@
 """Assignment to a part of a DTensor, ``tensor[..., 0] = value``, as encoder-decoders shift their labels.
 
 DTensor has no rule for ``fill_`` with a tensor. Where the part lies on a sharded dim, DTensor would gather it, and the
-assignment would change a copy.
+assignment would change a copy. Nor has it one for masks (`planner.model_rewrites.replaced_calls`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ from torch.distributed.tensor import DTensor
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import local_of, storage_key
 from planner.errors import RunError
+from planner.model_rewrites.replaced_calls import masked_values
 
 
 def set_item(redistributor: Redistributor, tensor: torch.Tensor, index: Any, value: Any) -> Any:
-    """Assign ``value``, a number or a tensor, to ``tensor[index]``; NotImplemented unless ``index`` is basic indexing.
+    """Assign ``value``, a number or a tensor, to ``tensor[index]``.
+
+    NotImplemented unless ``index`` is basic indexing, or a mask with the same value for all that it selects.
 
     Raises:
         RunError: ``index`` takes a part of a dim that is sharded.
     """
     parts = index if isinstance(index, tuple) else (index,)
     is_basic = all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
-    if not isinstance(tensor, DTensor) or not is_basic:
+    if not isinstance(tensor, DTensor):
         return NotImplemented
+    if not is_basic:
+        masked = masked_values(tensor, index, value)
+        return NotImplemented if masked is None else tensor.copy_(masked)
     view = tensor[index]
     assert isinstance(view, DTensor)
     if storage_key(local_of(view)) != storage_key(local_of(tensor)):

@@ -3,8 +3,9 @@
 All ranks keep equal copies of the stream, the states of the default generators during the module's forward. Random ops
 on plain tensors read it directly, so that all ranks draw the same numbers. Each random op on a DTensor draws one seed
 from the stream. The op then runs under a generator seeded with that seed and the index of the rank's shard: ranks that
-hold the same shard draw the same numbers, other ranks others. Between forwards the stream is put aside, and the
-generators are the caller's own.
+hold the same shard draw the same numbers, other ranks others. Python's and NumPy's own numbers, by which some models
+drop layers, start at a seed of the stream in each forward. Between forwards the stream is put aside, and the generators
+are the caller's own.
 
 Activation checkpointing restores the state of the default generators before it runs a block again, so that the block
 draws the same seeds.
@@ -24,6 +25,7 @@ from executor.resolve.per_module import PerModule
 from executor.resolve.sharded_as import not_sharded
 from executor.torch_internals.random import default_generators, random_ops_run_in
 from planner.errors import PlanTypeError
+from planner.model_rewrites.random_branches import python_numbers
 
 _SEEDS = 2**63
 """Seeds are at least 0 and less than this number."""
@@ -74,7 +76,8 @@ class RandomState:
         for generator, state in zip(generators, self._states, strict=True):
             generator.set_state(state)
         try:
-            yield
+            with python_numbers(_drawn_from(torch.default_generator)):
+                yield
         finally:
             self._states = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, before, strict=True):
@@ -89,8 +92,7 @@ class RandomState:
     @contextmanager
     def _shard(self, layout: Sequence[Placement], generator: torch.Generator | None) -> Iterator[None]:
         source = torch.default_generator if generator is None else generator
-        drawn = torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
-        seed = _mixed(int(drawn.item()), self._shard_index(layout))
+        seed = _mixed(_drawn_from(source), self._shard_index(layout))
         generators = default_generators(self._device)
         before = [item.get_state() for item in generators]
         for item in generators:
@@ -108,6 +110,10 @@ class RandomState:
             if not (placement.is_replicate() or placement.is_partial()):
                 index = index * self._mesh_shape[axis] + self._coordinate[axis]
         return index
+
+
+def _drawn_from(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator).item())
 
 
 def _mixed(seed: int, index: int) -> int:

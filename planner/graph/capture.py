@@ -33,7 +33,8 @@ from planner.model_rewrites.cache_argument import is_cache
 from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
-from planner.model_rewrites.replaced_calls import without_own_checkpoints, without_value_checks
+from planner.model_rewrites.random_branches import likelier_branches
+from planner.model_rewrites.replaced_calls import masks_assigned_by_where, without_own_checkpoints, without_value_checks
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
@@ -255,7 +256,9 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         attention_as_planned(),
         without_value_checks(),
         without_own_checkpoints(warn=True),
+        likelier_branches(),
         masks_by_broadcasting(),
+        masks_assigned_by_where(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),
@@ -300,7 +303,7 @@ def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     """Return the graph that torch.export captures from the torch.fx trace of ``module``; errors of both propagate."""
     markers = _BoundaryMarkers(module)
     markers.enter_root()
-    with markers.attached(), without_own_checkpoints(warn=True):
+    with markers.attached(), without_own_checkpoints(warn=True), likelier_branches():
         graph = _TracerWithoutLeaves().trace(module)
     names = [node.target for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(names, inputs.args, strict=False)) | dict(inputs.kwargs)

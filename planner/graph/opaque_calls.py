@@ -23,6 +23,7 @@ from planner.graph.example_inputs import with_batch
 from planner.graph.sample_splits import RunnableCall, SampleSplits
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts
+from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.replaced_calls import without_own_checkpoints
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
@@ -88,6 +89,7 @@ def _recorded(
             stack.callback(part.__dict__.pop, "forward", None)
         stack.enter_context(values)
         stack.enter_context(without_own_checkpoints())
+        stack.enter_context(likelier_branches())
         module(*inputs.args, **inputs.kwargs)
     return recorded
 

@@ -1,4 +1,10 @@
-"""Calls in a forward that do nothing in a planned run: checks of values, and the module's own checkpointing."""
+"""Calls in a forward that a planned run replaces.
+
+Checks of values and the module's own checkpointing do nothing. ``tensor[mask] = value`` runs by `torch.where`, where
+the value is the same for all elements that the mask selects: SpecAugment puts a learned vector in place of masked
+frames this way, and masked image models a mask token. How many elements a mask selects is a matter of values, for
+which DTensor has no rule.
+"""
 
 from __future__ import annotations
 
@@ -83,4 +89,47 @@ def without_own_checkpoints(*, warn: bool = False) -> Iterator[None]:
         mock.patch.object(module, _NOT_REENTRANT, generator),
         mock.patch.object(module.CheckpointFunction, "apply", apply),
     ):
+        yield
+
+
+_WHOLE = slice(None)
+
+
+def masked_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
+    """Return ``tensor`` after ``tensor[index] = value``, as a new tensor; None where that is no such assignment.
+
+    It is one if ``index`` has one boolean mask and else whole dims, and the value has no dim of selected elements.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [part for part in parts if not isinstance(part, torch.Tensor)]:
+        return None
+    masks = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim()]
+    if len(masks) != 1 or any(part is not masks[0] and part != _WHOLE for part in parts):
+        return None
+    (mask,) = masks
+    before = next(position for position, part in enumerate(parts) if part is mask)
+    after = tensor.dim() - before - mask.dim()
+    if isinstance(value, torch.Tensor):
+        if value.dim() > after:
+            return None
+    elif not isinstance(value, (int, float)):
+        return None
+    shape = (1,) * before + tuple(mask.shape) + (1,) * after
+    new = value.to(tensor.dtype) if isinstance(value, torch.Tensor) else value
+    return torch.where(mask.reshape(shape), new, tensor)
+
+
+@contextmanager
+def masks_assigned_by_where() -> Iterator[None]:
+    """Within this context, assignments by a mask run by `torch.where`."""
+    assign = torch.Tensor.__setitem__
+
+    def by_where(tensor: torch.Tensor, index: Any, value: Any) -> None:
+        new = masked_values(tensor, index, value)
+        if new is None:
+            assign(tensor, index, value)
+        else:
+            tensor.copy_(new)
+
+    with mock.patch.object(torch.Tensor, "__setitem__", by_where):
         yield

@@ -14,12 +14,15 @@ from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from executor.ops.dispatch import OwnOps
 from executor.redistribute import Redistributor
+from executor.runtime.implicit_replication import implicit_replication
 from planner.errors import RunError
 
 CASES: dict[str, tuple[Any, Any]] = {
     "the first column": ((..., 0), 5),
     "a slice, from a tensor": ((slice(None), slice(1, None)), torch.full((4, 2), 9)),
     "a row of a whole dim": (1, 7),
+    "a mask of rows, from a vector": (torch.tensor([True, False, False, True]), torch.tensor([7, 8, 9])),
+    "a mask of columns": ((slice(None), torch.tensor([True, False, True])), 5),
 }
 
 
@@ -32,7 +35,7 @@ def assign(rank: int) -> dict[str, bool | str]:
         placement = Replicate() if name == "a row of a whole dim" else Shard(0)
         tensor = distribute_tensor(expected.clone(), mesh, [placement])
         expected[index] = value
-        with OwnOps(redistributor):
+        with implicit_replication(), OwnOps(redistributor):
             tensor[index] = DTensor.from_local(value, mesh, [Replicate()]) if isinstance(value, torch.Tensor) else value
         results[name] = torch.equal(tensor.full_tensor(), expected)
     try:
@@ -49,7 +52,7 @@ def test_assignments_reach_the_tensor_or_raise() -> None:
         assert results == dict.fromkeys(CASES, True)
 
 
-@pytest.mark.parametrize("index", [torch.tensor([0, 1]), [0, 1]])
+@pytest.mark.parametrize("index", [torch.tensor([0, 1]), [0, 1], (torch.tensor([True, False]), [0])])
 def test_other_indices_are_left_to_dtensor(index: Any) -> None:
     from executor.ops.set_item import set_item
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +56,8 @@ PLAIN: dict[str, Callable[[], torch.Tensor]] = {
     "dropout of a plain tensor": lambda: F.dropout(torch.ones(64), 0.5),
     "randperm": lambda: torch.randperm(50),
     "multinomial": lambda: torch.multinomial(torch.ones(50), 20),
+    "Python": lambda: torch.tensor([random.random(), random.gauss(0, 1)]),
+    "NumPy": lambda: torch.from_numpy(np.random.rand(3)),
 }
 
 
@@ -141,11 +146,50 @@ def resumed() -> list[float]:
     return [*found, run(batches[2]).full_tensor().item()]
 
 
+class DroppedLayers(nn.Module):
+    """Layers that are skipped at random, by numbers of torch, Python and NumPy in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draws: list[Callable[[], Any]] = [lambda: torch.rand([]), random.random, np.random.random]
+        for index, layer in enumerate(self.layers):
+            if draws[index % 3]() >= 0.4:
+                x = layer(x)
+        return x.square().mean()
+
+
+def with_dropped_layers() -> list[tuple[float, list[bool]]]:
+    """Return the loss of each of four steps, and which layers ran; parameters are stored in pieces."""
+    model = DroppedLayers()
+    weights = {name: (S0, R) for name, _ in model.named_parameters()}
+    plan = dataclasses.replace(plan_of(model), plan=weights)
+    mesh = device_mesh_for(plan)
+    shard_module(model, mesh, plan)
+    steps = []
+    for step in range(4):
+        model.zero_grad()
+        batch = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(step))}
+        loss = model(**local_batch(batch, mesh, plan))
+        loss.backward()
+        ran = [layer.weight.grad is not None for layer in model.layers]
+        steps.append((local(loss.full_tensor()).item(), ran))
+    return steps
+
+
+def states() -> Any:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
 def scenarios(rank: int) -> dict[str, Any]:
-    torch.manual_seed(100 + rank)
-    before = torch.get_rng_state()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 + rank)
+    before = states()
     split, whole = drawn((S0, R)), drawn((R, R))
-    untouched = torch.equal(before, torch.get_rng_state())
+    untouched = states() == before
     checkpointed = {mode: losses(2, activation_checkpointing={"blocks.*": mode}) for mode in ("full", "selective")}
     return {
         "split": split,
@@ -156,6 +200,7 @@ def scenarios(rank: int) -> dict[str, Any]:
         **checkpointed,
         "resumed": resumed(),
         "untouched": untouched,
+        "dropped layers": with_dropped_layers(),
     }
 
 
@@ -211,6 +256,14 @@ def test_a_run_resumes_from_the_random_state(results: list[dict[str, Any]]) -> N
 
 def test_the_callers_generator_is_left_alone(results: list[dict[str, Any]]) -> None:
     assert all(result["untouched"] for result in results)
+
+
+def test_layers_that_are_dropped_at_random_are_dropped_on_all_ranks(results: list[dict[str, Any]]) -> None:
+    steps = [result["dropped layers"] for result in results]
+    assert all(each == steps[0] for each in steps)
+    ran = torch.tensor([layers for _, layers in steps[0]])
+    for draws in range(3):  # torch, Python and NumPy
+        assert 0 < ran[:, draws::3].sum() < ran[:, draws::3].numel()
 
 
 def test_an_unsharded_module_has_no_random_state() -> None:
