@@ -7,6 +7,7 @@ strategy on the whole mesh. The search only verifies strategies that it is about
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,28 @@ def _most_sharded(region: Region, strategies: Sequence[AxisStrategy]) -> tuple[A
         if any(shards_more(other, strategy) for other in alike)
     }
     return tuple(strategy for strategy in strategies if strategy not in dropped)
+
+
+_MOST_COMBINED_OPS = 300_000
+"""Ops of a region times its strategies on a mesh, beyond which only its `_most_uniform` strategies are combined."""
+
+
+def _most_uniform(region: Region, strategies: Sequence[AxisStrategy], most: int) -> list[AxisStrategy]:
+    """Return at most ``most`` strategies: the replicated, then those that treat tensors of one shape alike.
+
+    Of those that do so equally, the more sharded ones are first.
+
+    A graph network reads one list of edges in each layer. Its layers are then one region, whose strategies are the
+    combinations of those of the layers.
+    """
+    shapes = [(slot.value.shape, slot.origin == "parameter") for slot in region.slots]
+
+    def rank(strategy: AxisStrategy) -> tuple[bool, int, int]:
+        placed = set(zip(shapes, strategy.forward, strategy.gradient, strict=True))
+        sharded = sum(isinstance(placement, Shard) for placement in strategy.forward)
+        return sharded > 0, len(placed), -sharded
+
+    return sorted(strategies, key=rank)[:most]
 
 
 def canonical_size(size: int) -> int:
@@ -132,6 +155,10 @@ class StrategyTable:
         per_axis = [self.on_axis(base, size) if size > 1 else self._replicated(base) for size in mesh_shape]
         for axis in batch_axes:
             per_axis[axis] = batch_only_strategies(base, per_axis[axis], shapes, mesh_shape[axis])
+        most = _MOST_COMBINED_OPS // max(len(base.ops), 1)
+        if math.prod(map(len, per_axis)) > most:
+            each = max(int(most ** (1 / len(per_axis))), 1)
+            per_axis = [_most_uniform(base, found, each) for found in per_axis]
         strategies = []
         for combination in itertools.product(*per_axis):
             forward = tuple(_layout([axis.forward[i] for axis in combination]) for i in range(len(shapes)))

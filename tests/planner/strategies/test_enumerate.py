@@ -237,3 +237,26 @@ def test_where_there_are_too_many_strategies_the_replicated_and_the_data_paralle
     found = set(StrategyTable().on_axis(linear_region(bias=False), 2))
     assert found < KNOWN
     assert {((R, R, R), (R, R, R)), ((S0, R, S0), (S0, P, S0))} <= {(each.forward, each.gradient) for each in found}
+
+
+class Towers(nn.Module):
+    """Equal towers on one input, in one region: each can be split in its own way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.unbind(0)
+        return torch.stack([row.relu().sum(-1) for row in rows]).sum()
+
+
+def test_a_region_of_equal_parts_is_combined_on_a_mesh_as_long_as_its_strategies_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = build_regions(trace(to_meta(Towers(), None), meta_inputs((torch.zeros(3, 8, 8),))))
+    region = max(graph.regions, key=lambda region: len(region.ops))
+    everything = StrategyTable().on_mesh(region, (2, 2))
+    most = len(everything) // 2
+    monkeypatch.setattr("planner.strategies.enumerate._MOST_COMBINED_OPS", most * len(region.ops))
+    found = StrategyTable().on_mesh(region, (2, 2))
+    assert set(found) < set(everything)
+    assert len(found) <= most
+    assert any(all(layout in (None, (R, R)) for layout in strategy.forward) for strategy in found)
+    assert any((S1, S1) in strategy.forward for strategy in found)
