@@ -24,7 +24,7 @@ from executor.ops.buffers.plain_writes import write_to_plain
 from executor.ops.cat import concatenate
 from executor.ops.convolution import convolution, transposed_convolution
 from executor.ops.cross_entropy import cross_entropy
-from executor.ops.linear import linear
+from executor.ops.linear import linear, product
 from executor.ops.local import run_local
 from executor.ops.lookups.embedding import embedding
 from executor.ops.lookups.embedding_bag import embedding_bag
@@ -57,6 +57,7 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     torch.where: where,
     torch.cat: concatenate,
     torch.Tensor.__setitem__: set_item,
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), product),
 }
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in the layouts in which each rank needs only its own shards, forward and backward.
+"""Linear layers and products of samples, in the layouts in which each rank needs only its own shards.
 
 DTensor flattens [batch, seq, hidden] to two dims. If batch and sequence are both sharded, the flat dim is sharded in
 strides. DTensor then refuses shards of length 1, and on meshes of three axes it spends minutes on the cheapest way to
@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cost_model.layouts.layout import Layout
 from cost_model.layouts.linear import LinearGradients, linear_gradients, linear_layout
+from cost_model.layouts.products import gathered_axes, multiplies_samples, product_gradients, product_layout
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
@@ -141,3 +142,61 @@ class _Linear(torch.autograd.Function):
             redistributor, grad_out, x, ctx.weight_shape, layouts, bias=needs_bias
         )
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def product(redistributor: Redistributor, first: torch.Tensor, second: torch.Tensor) -> Any:
+    """Return ``first`` [m, k] times ``second`` [k, n], a product of samples with samples.
+
+    The second factor may be gathered inside, as contrastive losses need it (``cost_model.layouts.products``).
+
+    It is NotImplemented, so that DTensor runs the product, if a factor is plain, under autocast, and in layouts that
+    `product_layout` does not cover.
+    """
+    if not (isinstance(first, DTensor) and isinstance(second, DTensor)) or autocasts(first):
+        return NotImplemented
+    if not multiplies_samples(first.shape, second.shape):
+        return NotImplemented
+    layout = product_layout(placements_of(first), placements_of(second))
+    return NotImplemented if layout is None else run_function(_Product, first, second, redistributor, layout)
+
+
+class _Product(torch.autograd.Function):
+    """Saves both factors as they are, and gathers the second again for the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, first: DTensor, second: DTensor, redistributor: Redistributor, layout: Layout) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(first if ctx.needs_input_grad[1] else None, second if ctx.needs_input_grad[0] else None)
+        ctx.redistributor, ctx.shapes = redistributor, (tuple(first.shape), tuple(second.shape))
+        ctx.layouts = placements_of(first), placements_of(second)
+        result = local_of(first) @ _whole(redistributor, second, gathered_axes(*ctx.layouts))
+        return contiguous_dtensor(redistributor, result, layout, (first.shape[0], second.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 4
+        redistributor: Redistributor = ctx.redistributor
+        first, second = ctx.saved_tensors
+        grad_out = redistributor.as_dtensor(gradient)
+        layouts = None if torch.is_grad_enabled() else product_gradients(placements_of(grad_out), *ctx.layouts)
+        if layouts is None:  # by DTensor, which is differentiable again
+            of_first = None if second is None else grad_out @ second.t()
+            return of_first, None if first is None else first.t() @ grad_out, None, None
+        local, axes = local_of(grad_out), gathered_axes(*ctx.layouts)
+        grad_first = grad_second = None
+        if second is not None:
+            rows = local @ _whole(redistributor, second, axes).t()
+            grad_first = contiguous_dtensor(redistributor, rows, layouts[0], ctx.shapes[0])
+        if first is not None:
+            columns = local_of(first).t() @ local
+            partial = tuple(Partial() if axis in axes else place for axis, place in enumerate(layouts[1]))
+            summed = contiguous_dtensor(redistributor, columns, partial, ctx.shapes[1])
+            grad_second = redistributor.to_layout(summed, layouts[1])
+        return grad_first, grad_second, None, None
+
+
+def _whole(redistributor: Redistributor, tensor: DTensor, axes: Sequence[int]) -> torch.Tensor:
+    """Return the local tensor of ``tensor`` after it is gathered on ``axes``."""
+    target = tuple(Replicate() if axis in axes else place for axis, place in enumerate(placements_of(tensor)))
+    return local_of(redistributor.to_layout(cast(DTensor, tensor.detach()), target))

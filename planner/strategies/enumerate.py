@@ -19,7 +19,7 @@ from cost_model.layouts.layout import Layout, divides
 from planner.regions.regions import Region, find_op_inputs
 from planner.strategies.axis_strategies import AxisRules, AxisStrategy, batch_only_strategies, find_axis_strategies
 from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, quiet_dtensor
-from planner.strategies.local_linear import local_linear_gradients, local_linear_outputs
+from planner.strategies.matmul_rules import local_linear_gradients, local_linear_outputs
 from planner.strategies.own_rules import axis_rules_combine, own_rules
 
 R = Replicate()
@@ -74,7 +74,7 @@ _MOST_COMBINED_OPS = 300_000
 """Ops of a region times its strategies on a mesh, beyond which only its `_most_uniform` strategies are combined."""
 
 
-def _most_uniform(region: Region, strategies: Sequence[AxisStrategy], most: int) -> list[AxisStrategy]:
+def _most_uniform(region: Region, strategies: Sequence[AxisStrategy], most: int) -> tuple[AxisStrategy, ...]:
     """Return at most ``most`` strategies: the replicated, then those that treat tensors of one shape alike.
 
     Of those that do so equally, the more sharded ones are first.
@@ -89,7 +89,7 @@ def _most_uniform(region: Region, strategies: Sequence[AxisStrategy], most: int)
         sharded = sum(isinstance(placement, Shard) for placement in strategy.forward)
         return sharded > 0, len(placed), -sharded
 
-    return sorted(strategies, key=rank)[:most]
+    return tuple(sorted(strategies, key=rank)[:most])
 
 
 def canonical_size(size: int) -> int:

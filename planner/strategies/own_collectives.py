@@ -12,6 +12,7 @@ from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel, reduction_rules
 from planner.strategies.axis_rule import InnerCollective
 from planner.strategies.local_ops import opaque_collectives
+from planner.strategies.matmul_rules import PRODUCTS, product_collectives, product_rules
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
 
@@ -26,6 +27,8 @@ def inner_collectives(
         return expert_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
     if name == opaque_op.OP_NAME:
         return opaque_collectives(op, layouts, mesh_shape)
+    if name in PRODUCTS and product_rules(op, inputs) is not None:
+        return product_collectives(inputs, layouts, mesh_shape)
     if writes_plain(op, inputs):
         return buffer_updates.write_collectives(inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
     if name == buffer_updates.BATCH_NORM:

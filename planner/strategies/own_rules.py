@@ -11,6 +11,7 @@ numbers of labels.
 `sum`, `mean` to one number, losses  `planner.strategies.reduction_rules`.
 `scaled_dot_product_attention`  DTensor decomposes it where it has no rule for the kernel. The rules shard the batch,
 heads, or the sequence (context parallelism: `planner.strategies.context_parallel`).
+`matmul`, `mm` of samples with samples  DTensor would gather one factor unasked (`planner.strategies.matmul_rules`).
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
 `shardplan.experts`  The rules shard tokens, experts, both (`planner.strategies.expert_parallel`), or the inner dim of
 each expert.
@@ -35,12 +36,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout
+from cost_model.layouts.products import gathered_axes, product_layout
 from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel
 from planner.strategies import reduction_rules as reductions
 from planner.strategies.axis_rule import AxisRule
 from planner.strategies.local_ops import local_rules, opaque_rules
+from planner.strategies.matmul_rules import PRODUCTS, product_rules
 
 R = Replicate()
 P = Partial()
@@ -341,6 +344,7 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     **dict.fromkeys(reductions.NAMES, reductions.reduction_rules),
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
+    **dict.fromkeys(PRODUCTS, product_rules),
     experts.OP_NAME: _experts,
     opaque_op.OP_NAME: opaque_rules,
     fused_kernels.RMS_NORM: _rms_norm,
@@ -379,4 +383,7 @@ def axis_rules_combine(op: Op, layouts: Sequence[Layout | None]) -> bool:
     """Return whether an op whose rules allow ``layouts`` on each axis also runs in ``layouts`` on the whole mesh."""
     if op.target_name == context_parallel.OP_NAME:
         return context_parallel.splits_one_axis_at_most(layouts)
+    if op.target_name in PRODUCTS and None not in layouts:
+        first, second = (layout for layout in layouts if layout is not None)
+        return not gathered_axes(first, second) or product_layout(first, second) is not None
     return len(expert_parallel.exchange_axes(op, layouts)) <= 1

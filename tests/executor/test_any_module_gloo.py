@@ -49,6 +49,7 @@ RANDOM = (
     "GRU with a state",
     "a block in a loop",
     "complex numbers",
+    "two towers",
 )
 """Modules that are also run under plans with random layouts, of which each is another combination."""
 
@@ -77,6 +78,16 @@ def test_plans_are_verified(name: str) -> None:
     assert plan.verification.outcome == "as-planned"
     assert plan.solver is not None
     assert plan.solver.name == "ilp"
+
+
+def test_samples_are_compared_with_those_of_other_ranks_after_they_are_pooled() -> None:
+    module, inputs = made("two towers")
+    plan = build_plan(module, cluster="1x4xtoy", mesh="dp=4", example_inputs=inputs, planner="ddp", dtype="fp32")
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+    # Nothing is gathered but one tower's vectors, [8, 16] in fp32.
+    gathered = {each.bytes for each in plan.estimate.collectives if each.kind == "all_gather"}
+    assert gathered == {8 * 16 * 4}
 
 
 def test_what_is_not_called_has_no_fsdp_group() -> None:

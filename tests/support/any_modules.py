@@ -202,6 +202,27 @@ class Causal(nn.Module):
         return self.model(input_ids=ids, attention_mask=mask, labels=ids).loss
 
 
+class TwoTowers(nn.Module):
+    """Compares each question of a batch with the answers of all others, in the forward that pools both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.questions, self.answers = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def pooled(self, tower: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        mask = (ids > 3).unsqueeze(-1)
+        hidden = (tower(self.table(ids)) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return nn.functional.normalize(hidden, dim=-1)
+
+    def forward(self, questions: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        scores = self.pooled(self.questions, questions) @ self.pooled(self.answers, answers).t() * self.scale.exp()
+        labels = torch.arange(scores.shape[0], device=scores.device)
+        cross_entropy = nn.functional.cross_entropy
+        return (cross_entropy(scores, labels) + cross_entropy(scores.t(), labels)) / 2
+
+
 class Complex(nn.Module):
     """Mixes by a Fourier transform, and turns in the complex plane, by weights that it reads as complex numbers."""
 
@@ -365,6 +386,7 @@ MODULES: dict[str, Callable[[], Made]] = {
         (torch.randint(3, 32, (BATCH, 6)), _padded(6), torch.randint(3, 32, (BATCH, 4))),
     ),
     "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
+    "two towers": lambda: (TwoTowers(), (torch.randint(32, (8, 6)), torch.randint(32, (8, 6)))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "lists of lists": lambda: (ListsOfLists(), (_rows(4, 16),)),
     "a distribution": lambda: (Gaussian(), (_rows(16), _rows(4))),

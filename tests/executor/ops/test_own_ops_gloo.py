@@ -119,6 +119,16 @@ def reductions() -> Iterator[tuple[str, Call, Inputs]]:
         yield "probabilities of classes", lambda x, y: F.cross_entropy(x, y), inputs
 
 
+def products() -> Iterator[tuple[str, Call, Inputs]]:
+    """Samples with samples, and with several others each."""
+    first = torch.randn(8, 4)
+    for second in (torch.randn(4, 8), torch.randn(4, 16)):
+        for x, y in layouts((R, R), (S0, R), (R, S1), (S1, S0), (S0, S1)):
+            yield "matmul", torch.matmul, ((first, x), (second, y))
+            yield "mm of a constant", lambda x, y: x.detach().mm(y), ((first, x), (second, y))
+            yield "at a constant", lambda x, y: x @ y.detach(), ((first, x), (second, y))
+
+
 def batch_norms() -> Iterator[tuple[str, Call, Inputs]]:
     """Normalized by statistics of the batch; the running statistics are whole on every rank."""
     images, scale, shift = torch.randn(8, 4, 2, 2), torch.rand(4), torch.randn(4)
@@ -156,7 +166,7 @@ def check() -> list[str]:
     redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
-    cases = (embeddings, convolutions, attentions, masks, losses, reductions, losses_of_rows, batch_norms)
+    cases = (embeddings, convolutions, attentions, masks, losses, reductions, losses_of_rows, products, batch_norms)
     for name, call, inputs in itertools.chain.from_iterable(make() for make in cases):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
         plain = [leaf(tensor) for tensor, _ in inputs]
