@@ -144,17 +144,23 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def product(redistributor: Redistributor, first: torch.Tensor, second: torch.Tensor) -> Any:
-    """Return ``first`` [m, k] times ``second`` [k, n], a product of samples with samples.
+_FACTORS = ("input", "other", "mat2")
+"""Names of the factors in torch's functions and methods, in order."""
+
+
+def product(redistributor: Redistributor, *factors: torch.Tensor, **by_name: Any) -> Any:
+    """Return the product of [m, k] and [k, n], of samples with samples.
 
     The second factor may be gathered inside, as contrastive losses need it (``cost_model.layouts.products``).
 
     It is NotImplemented, so that DTensor runs the product, if a factor is plain, under autocast, and in layouts that
     `product_layout` does not cover.
     """
-    if not (isinstance(first, DTensor) and isinstance(second, DTensor)) or autocasts(first):
+    factors = (*factors, *(by_name.pop(name) for name in _FACTORS if name in by_name))
+    if by_name or len(factors) != 2 or not all(isinstance(factor, DTensor) for factor in factors):
         return NotImplemented
-    if not multiplies_samples(first.shape, second.shape):
+    first, second = factors
+    if autocasts(first) or not multiplies_samples(first.shape, second.shape):
         return NotImplemented
     layout = product_layout(placements_of(first), placements_of(second))
     return NotImplemented if layout is None else run_function(_Product, first, second, redistributor, layout)

@@ -7,9 +7,10 @@ that is dropped in one of ten steps is planned to run, as it does in nine. In a 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,6 +18,9 @@ from unittest import mock
 import torch
 
 _SEED = 0
+
+_MOST_MEANS = 1024
+"""Numbers that are their mean; those after them are drawn, so that a loop until one is large or small ends."""
 
 
 @contextmanager
@@ -40,13 +44,23 @@ def python_numbers(seed: int) -> Iterator[None]:
 def likelier_branches() -> Iterator[None]:
     """Within this context a single random number is its mean, and those of Python and NumPy are the same each time."""
     numpy: Any = sys.modules.get("numpy")
-    rand = torch.rand
+    rand, uniform, draws = torch.rand, random.uniform, itertools.count()
 
-    def mean_or_drawn(*size: Any, **options: Any) -> torch.Tensor:
-        shape = options.get("size", size[0] if size and not isinstance(size[0], int) else size)
+    def is_mean() -> bool:
+        return next(draws) < _MOST_MEANS
+
+    def mean_of_one(draw: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: draw(*args, **kwargs) if args or kwargs or not is_mean() else 0.5
+
+    def mean_of_range(low: float, high: float) -> float:
+        return (low + high) / 2 if is_mean() else uniform(low, high)
+
+    def mean_of_tensor(*size: Any, **options: Any) -> torch.Tensor:
+        shape = options.get("size", size[0] if size and isinstance(size[0], Sequence) else size)
         # Tensors of other devices have no values here; a scalar on the CPU goes with them.
         is_elsewhere = torch.device(options.get("device") or "cpu").type != "cpu"
-        if any(length != 1 for length in shape) or "generator" in options or (shape and is_elsewhere):
+        is_one = all(type(length) is int and length == 1 for length in shape) and not (shape and is_elsewhere)
+        if not is_one or "generator" in options or not is_mean():
             return rand(*size, **options)
         mean: Any = 0.5
         for _ in shape:
@@ -55,14 +69,9 @@ def likelier_branches() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(python_numbers(_SEED))
-        stack.enter_context(mock.patch.object(torch, "rand", mean_or_drawn))
-        stack.enter_context(mock.patch.object(random, "random", return_value=0.5))
-        stack.enter_context(mock.patch.object(random, "uniform", lambda low, high: (low + high) / 2))
-        for name in ("random", "rand") if numpy else ():
-            stack.enter_context(mock.patch.object(numpy.random, name, _mean_of_one(getattr(numpy.random, name))))
+        stack.enter_context(mock.patch.object(torch, "rand", mean_of_tensor))
+        stack.enter_context(mock.patch.object(random, "uniform", mean_of_range))
+        one = [(random, "random"), *((numpy.random, name) for name in ("random", "rand") if numpy)]
+        for module, name in one:
+            stack.enter_context(mock.patch.object(module, name, mean_of_one(getattr(module, name))))
         yield
-
-
-def _mean_of_one(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``draw``, a function of NumPy, with the mean where it draws one number that is no array."""
-    return lambda *args, **kwargs: draw(*args, **kwargs) if args or kwargs else 0.5

@@ -101,10 +101,9 @@ def masked_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor 
     It is one if ``index`` has one boolean mask and else whole dims, and the value has no dim of selected elements.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [part for part in parts if not isinstance(part, torch.Tensor)]:
-        return None
     masks = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim()]
-    if len(masks) != 1 or any(part is not masks[0] and part != _WHOLE for part in parts):
+    others = [part for part in parts if not any(part is mask for mask in masks)]
+    if len(masks) != 1 or not all(isinstance(part, slice) and part == _WHOLE for part in others):
         return None
     (mask,) = masks
     before = next(position for position, part in enumerate(parts) if part is mask)

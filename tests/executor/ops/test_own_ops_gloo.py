@@ -126,7 +126,7 @@ def products() -> Iterator[tuple[str, Call, Inputs]]:
         for x, y in layouts((R, R), (S0, R), (R, S1), (S1, S0), (S0, S1)):
             yield "matmul", torch.matmul, ((first, x), (second, y))
             yield "mm of a constant", lambda x, y: x.detach().mm(y), ((first, x), (second, y))
-            yield "at a constant", lambda x, y: x @ y.detach(), ((first, x), (second, y))
+            yield "at a constant", lambda x, y: torch.matmul(other=y.detach(), input=x), ((first, x), (second, y))
 
 
 def batch_norms() -> Iterator[tuple[str, Call, Inputs]]:

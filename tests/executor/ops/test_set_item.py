@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.gloo import run_on_gloo
@@ -52,7 +53,7 @@ def test_assignments_reach_the_tensor_or_raise() -> None:
         assert results == dict.fromkeys(CASES, True)
 
 
-@pytest.mark.parametrize("index", [torch.tensor([0, 1]), [0, 1], (torch.tensor([True, False]), [0])])
+@pytest.mark.parametrize("index", [torch.tensor([0, 1]), [0, 1], (torch.tensor([True]), np.array([0]))])
 def test_other_indices_are_left_to_dtensor(index: Any) -> None:
     from executor.ops.set_item import set_item
 

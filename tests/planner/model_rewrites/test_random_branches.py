@@ -65,6 +65,14 @@ def test_random_tensors_stay_random() -> None:
         assert torch.rand(1, device="meta").is_meta
 
 
+def test_a_loop_until_a_number_is_large_ends() -> None:
+    with likelier_branches():
+        turns = 0
+        while random.random() < 0.9:
+            turns += 1
+    assert turns > 1000
+
+
 def test_speech_is_planned_as_it_is_trained() -> None:
     """Wav2Vec2 drops layers by numbers of torch, and masks spans of the input that NumPy draws."""
     config = transformers.Wav2Vec2Config(
