@@ -49,6 +49,7 @@ def _most_sharded(region: Region, strategies: Sequence[AxisStrategy]) -> tuple[A
 
     To shard a replicated tensor takes no communication. A module that loops over time has thousands of ops, each of
     which is priced in every strategy; if five of its inputs may each be replicated or sharded, there are 32 of them.
+    The replicated strategy stays: it is that of an axis of one rank, and of a batch that an axis does not divide.
     """
     free = [i for i, slot in enumerate(region.slots) if slot.origin == "entry"]
     by_rest: dict[Hashable, list[AxisStrategy]] = defaultdict(list)
@@ -65,7 +66,8 @@ def _most_sharded(region: Region, strategies: Sequence[AxisStrategy]) -> tuple[A
         strategy
         for alike in by_rest.values()
         for strategy in alike
-        if any(shards_more(other, strategy) for other in alike)
+        if any(isinstance(placement, Shard) for placement in strategy.forward)
+        and any(shards_more(other, strategy) for other in alike)
     }
     return tuple(strategy for strategy in strategies if strategy not in dropped)
 

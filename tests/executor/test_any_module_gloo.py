@@ -80,6 +80,10 @@ def test_plans_are_verified(name: str) -> None:
     assert plan.solver.name == "ilp"
 
 
+def test_a_long_loss_is_no_reason_to_run_the_model_as_one_op() -> None:
+    assert not plan_of("preferences").opaque_modules
+
+
 def test_samples_are_compared_with_those_of_other_ranks_after_they_are_pooled() -> None:
     module, inputs = made("two towers")
     plan = build_plan(module, cluster="1x4xtoy", mesh="dp=4", example_inputs=inputs, planner="ddp", dtype="fp32")

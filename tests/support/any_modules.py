@@ -223,6 +223,30 @@ class TwoTowers(nn.Module):
         return (cross_entropy(scores, labels) + cross_entropy(scores.t(), labels)) / 2
 
 
+class Preferences(nn.Module):
+    """Prefers one answer to another more than a frozen model does (DPO)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.reference = (nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32)) for _ in range(2))
+        self.reference.requires_grad_(requires_grad=False)
+
+    @staticmethod
+    def log_probability(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        predicted = model(ids)[:, :-1].log_softmax(-1)
+        return (predicted.gather(2, ids[:, 1:].unsqueeze(-1)).squeeze(-1) * mask[:, 1:]).sum(-1)
+
+    def forward(self, better: Tensor, its_mask: Tensor, worse: Tensor, other_mask: Tensor) -> Tensor:
+        def margin(model: nn.Module) -> torch.Tensor:
+            first, second = (better, its_mask), (worse, other_mask)
+            return self.log_probability(model, *first) - self.log_probability(model, *second)
+
+        preferred = margin(self.model)
+        with torch.no_grad():
+            expected = margin(self.reference)
+        return -nn.functional.logsigmoid(0.1 * (preferred - expected)).mean()
+
+
 class Complex(nn.Module):
     """Mixes by a Fourier transform, and turns in the complex plane, by weights that it reads as complex numbers."""
 
@@ -386,6 +410,10 @@ MODULES: dict[str, Callable[[], Made]] = {
         (torch.randint(3, 32, (BATCH, 6)), _padded(6), torch.randint(3, 32, (BATCH, 4))),
     ),
     "a decoder with padding": lambda: (Causal(), (torch.randint(3, 32, (BATCH, 6)), _padded(6))),
+    "preferences": lambda: (
+        Preferences(),
+        (torch.randint(32, (8, 6)), torch.ones(8, 6), torch.randint(32, (8, 6)), torch.ones(8, 6)),
+    ),
     "two towers": lambda: (TwoTowers(), (torch.randint(32, (8, 6)), torch.randint(32, (8, 6)))),
     "complex numbers": lambda: (Complex(), (_rows(4, 16),)),
     "lists of lists": lambda: (ListsOfLists(), (_rows(4, 16),)),

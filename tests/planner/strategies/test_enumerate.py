@@ -260,3 +260,12 @@ def test_a_region_of_equal_parts_is_combined_on_a_mesh_as_long_as_its_strategies
     assert len(found) <= most
     assert any(all(layout in (None, (R, R)) for layout in strategy.forward) for strategy in found)
     assert any((S1, S1) in strategy.forward for strategy in found)
+
+
+def test_the_replicated_strategy_stays_where_another_has_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = build_regions(trace(to_meta(Towers(), None), meta_inputs((torch.zeros(3, 8, 8),))))
+    region = max(graph.regions, key=lambda region: len(region.ops))
+    monkeypatch.setattr("planner.strategies.enumerate._MOST_PRICED_OPS", 0)
+    table = StrategyTable()
+    assert table.runs_replicated(region)
+    assert any(S1 in strategy.forward for strategy in table.on_axis(region, 2))
