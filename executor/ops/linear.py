@@ -153,14 +153,14 @@ def product(redistributor: Redistributor, *factors: torch.Tensor, **by_name: Any
 
     The second factor may be gathered inside, as contrastive losses need it (``cost_model.layouts.products``).
 
-    It is NotImplemented, so that DTensor runs the product, if a factor is plain, under autocast, and in layouts that
-    `product_layout` does not cover.
+    It is NotImplemented, so that DTensor runs the product, if a factor is plain or complex, under autocast, and in
+    layouts that `product_layout` does not cover.
     """
     factors = (*factors, *(by_name.pop(name) for name in _FACTORS if name in by_name))
     if by_name or len(factors) != 2 or not all(isinstance(factor, DTensor) for factor in factors):
         return NotImplemented
     first, second = factors
-    if autocasts(first) or not multiplies_samples(first.shape, second.shape):
+    if first.is_complex() or autocasts(first) or not multiplies_samples(first.shape, second.shape):
         return NotImplemented
     layout = product_layout(placements_of(first), placements_of(second))
     return NotImplemented if layout is None else run_function(_Product, first, second, redistributor, layout)

@@ -76,8 +76,10 @@ class RandomState:
         for generator, state in zip(generators, self._states, strict=True):
             generator.set_state(state)
         try:
-            with python_numbers(_drawn_from(torch.default_generator)):
+            with python_numbers(drawn_seed()) as has_drawn:
                 yield
+                if has_drawn():
+                    _drawn_from(torch.default_generator)  # so that the next forward has other numbers
         finally:
             self._states = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, before, strict=True):

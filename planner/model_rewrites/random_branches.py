@@ -24,20 +24,31 @@ _MOST_MEANS = 1024
 
 
 @contextmanager
-def python_numbers(seed: int) -> Iterator[None]:
-    """Within this context, Python's and NumPy's default random numbers start at ``seed``; after it they go on."""
-    state = random.getstate()
+def python_numbers(seed: int) -> Iterator[Callable[[], bool]]:
+    """Within this context, Python's and NumPy's default random numbers start at ``seed``; after it they go on.
+
+    It gives a function that says whether any has been drawn.
+    """
     numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+    before, numpy_before = random.getstate(), numpy.random.get_state() if numpy else None
     try:
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed % 2**32)
-        yield
+        started = _states(numpy)
+        yield lambda: _states(numpy) != started
     finally:
-        random.setstate(state)
+        random.setstate(before)
         if numpy:
-            numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_before)
+
+
+def _states(numpy: Any) -> tuple[Any, ...]:
+    """Return the states of Python's and NumPy's default generators, to compare."""
+    if not numpy:
+        return (random.getstate(),)
+    _, keys, position, *gauss = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), position, *gauss
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def product_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     """Return the rules of a product of samples with samples; None for any other op."""
     if len(inputs) != 2 or not multiplies_samples(inputs[0].shape, inputs[1].shape):
         return None
-    if any(value.kind in ("plain", "parameter") for value in inputs):
+    if any(value.kind in ("plain", "parameter") or value.dtype.is_complex for value in inputs):
         return None
     rules = []
     for pair, output in PRODUCTS_OF.items():
