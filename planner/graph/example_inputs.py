@@ -28,7 +28,17 @@ GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 
 
 def meta_inputs(arguments: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
-    """Return ``arguments`` on the meta device; a tensor that occurs twice becomes two tensors."""
+    """Return ``arguments`` on the meta device; a tensor that occurs twice becomes two tensors.
+
+    Raises:
+        JobError: ``arguments`` are neither a sequence nor a mapping.
+    """
+    if not isinstance(arguments, (tuple, list, Mapping)):
+        raise JobError(
+            f"example_inputs is a {type(arguments).__name__}.",
+            what_to_do="Give a tuple of arguments, such as (tensor,), or a dict of keyword arguments.",
+            field="example_inputs",
+        )
     args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
     look_into_dataclasses(args, kwargs)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))

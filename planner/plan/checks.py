@@ -12,11 +12,13 @@ from planner.plan.token_order import ZigzagOrder
 
 
 def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
-    """Raise an error unless ``mesh`` has as many devices as ``cluster``.
+    """Raise an error unless ``mesh`` is a mesh with as many devices as ``cluster``.
 
     Raises:
-        MeshError: the numbers of devices differ; the message states both.
+        MeshError: ``mesh`` is none, or the numbers of devices differ; the message states both.
     """
+    if not isinstance(mesh, MeshSpec):
+        raise MeshError(f"mesh is {mesh!r}.", what_to_do='Give text, such as "dp=2,tp=4", a MeshSpec or a DeviceMesh.')
     if mesh.size != cluster.size:
         raise MeshError(
             f"mesh {mesh} has {mesh.size} devices and the cluster {cluster.name} has {cluster.size}.",

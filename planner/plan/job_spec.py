@@ -10,12 +10,12 @@ import dataclasses
 import functools
 import operator
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from planner.errors import JobError
-from planner.plan.techniques import TechniqueChoice, TechniqueFlags, check_techniques, with_technique_list
+from planner.plan.techniques import TechniqueChoice, TechniqueFlags, check_techniques, takes_single_techniques
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +38,13 @@ JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques
 
 _BOUNDS = {"gt": "above", "ge": "at least", "le": "at most"}
 """Name of a bound, in pydantic and as a function of `operator` -> the bound in words."""
+_KINDS: Mapping[Any, Callable[[Any], bool]] = {
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    str: lambda value: isinstance(value, str),
+    bool: lambda value: isinstance(value, bool),
+}
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 _COUNT = {"strict": True, "ge": 1, "le": 2**31}
 
 
@@ -69,22 +76,7 @@ def _about(help: str, **rest: Any) -> dict[str, Option]:
     return {"option": Option(help=help, **rest)}
 
 
-Spec = TypeVar("Spec", bound=type)
-
-
-def _takes_single_techniques(cls: Spec) -> Spec:
-    """Return ``cls``, whose constructor also takes techniques one by one (``fused_ops=True``), and former names."""
-    init = cls.__init__  # type: ignore[misc]  # of this class, which has no subclass
-
-    @functools.wraps(init)
-    def with_list(self: Any, **options: Any) -> None:
-        init(self, **with_technique_list(options))
-
-    cls.__init__ = with_list  # type: ignore[misc]
-    return cls
-
-
-@_takes_single_techniques
+@takes_single_techniques
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(TechniqueFlags):
     """A job, the cluster that it is planned for, and the search. It is independent of the model.
@@ -375,20 +367,25 @@ def spec_fields() -> tuple[SpecField, ...]:
 
 
 def _check(item: SpecField, value: Any) -> None:
-    """Raise a `JobError` where a number is outside its field's limits, or a choice does not exist."""
-    limits = item.option.limits
-    if not all(_keeps(key, value, limits[key]) for key in _BOUNDS if key in limits):
-        bounds = ", ".join(f"{text} {limits[key]}" for key, text in _BOUNDS.items() if key in limits)
-        raise JobError(f"{item.name} is {value!r}.", what_to_do=f"Give a number {bounds}.", field=item.name)
-    is_list = typing.get_origin(item.type) is tuple  # checked by `check_techniques`
-    if item.choices and not is_list and value not in item.choices and not (value is None and item.default is None):
-        advice = f"Choose one of {', '.join(item.choices)}."
+    """Raise a `JobError` where a value is of another type, a number outside its limits, or a choice does not exist."""
+
+    def refuse(advice: str) -> None:
         raise JobError(f"{item.name} is {value!r}.", what_to_do=advice, field=item.name)
 
-
-def _keeps(bound: str, value: Any, limit: float) -> bool:
-    """Return whether ``value`` satisfies the ``bound`` of ``limit``; None satisfies every bound, NaN no bound."""
-    return value is None or bool(getattr(operator, bound)(value, limit))
+    limits, is_list = item.option.limits, typing.get_origin(item.type) is tuple
+    kinds = [kind for kind in (item.type, *typing.get_args(item.type)) if kind in _KINDS]
+    if item.choices:
+        # `check_techniques` checks the list of choices.
+        if not is_list and value not in item.choices and not (value is None and item.default is None):
+            refuse(f"Choose one of {', '.join(item.choices)}.")
+    elif is_list:
+        if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(x, str) for x in value):
+            refuse(f"Give a list of texts{f', such as [{value!r}]' if isinstance(value, str) else ''}.")
+    elif not {Any, type(value)}.intersection(typing.get_args(item.type)) and not any(_KINDS[x](value) for x in kinds):
+        refuse(f"Give {_WORDS[kinds[0]]}.")
+    bounds = [f"{text} {limits[key]}" for key, text in _BOUNDS.items() if key in limits]
+    if value is not None and not all(getattr(operator, key)(value, limits[key]) for key in _BOUNDS if key in limits):
+        refuse(f"Give a number {', '.join(bounds)}.")
 
 
 def spec_of(options: Mapping[str, Any]) -> JobSpec:

@@ -7,9 +7,10 @@ these fields are accepted as keywords too.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from planner.errors import JobError
 from planner.plan.former_names import FORMER_NAMES, with_current_names
@@ -233,3 +234,18 @@ def _is_on(field: str, value: Any) -> bool:
     if value not in (None, False, True):
         raise JobError(f"{field} is {value!r}.", what_to_do="Give true or false.", field=field)
     return bool(value)
+
+
+Spec = TypeVar("Spec", bound=type)
+
+
+def takes_single_techniques(cls: Spec) -> Spec:
+    """Return ``cls``, whose constructor also takes techniques one by one (``fused_ops=True``), and former names."""
+    init = cls.__init__  # type: ignore[misc]  # of this class, which has no subclass
+
+    @functools.wraps(init)
+    def with_list(self: Any, **options: Any) -> None:
+        init(self, **with_technique_list(options))
+
+    cls.__init__ = with_list  # type: ignore[misc]
+    return cls

@@ -8,6 +8,7 @@ import typing
 from typing import Any
 
 import pytest
+import torch
 import typer
 from pydantic import ValidationError
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from api.cli.main import app
 from api.requests.schemas import PlanRequest
 from planner import PlanningSession, build_plan
-from planner.errors import JobError
+from planner.errors import JobError, MeshError
 from planner.plan.job import Job, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_fields, spec_of
 
@@ -128,6 +129,30 @@ def test_a_spec_keeps_to_its_fields_limits(field: str, value: Any) -> None:
     with pytest.raises(JobError, match=f"^{field} is ") as error:
         JobSpec(cluster="1x8xtoy", **{field: value})
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "advice"),
+    [("batch", "64", "a whole number"), ("micro_batches", 2.0, "a whole number"), ("axes", True, "a whole number"),
+     ("memory_gb", "40", "a number"), ("headroom", "8%", "a number"), ("ac", True, "text"), ("optimizer", None, "text"),
+     ("executable_only", "no", "True or False"), ("pins", "a=R@tp", r"a list of texts, such as \['a=R@tp'\]"),
+     ("opaque_modules", [1], "a list of texts"), ("data_axes", None, "a list of texts")],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_with_what_to_give(field: str, value: Any, advice: str) -> None:
+    with pytest.raises(JobError, match=f"^{field} is .*Give {advice}") as error:
+        JobSpec(cluster="1x8xtoy", **{field: value})
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("mesh", [8, ("dp", 8), {"dp": 8}])
+def test_a_mesh_of_another_type_is_refused(mesh: Any) -> None:
+    with pytest.raises(MeshError, match=r"^mesh is .*Give text, such as"):
+        build_plan(nn.Linear(8, 8), example_inputs=(torch.zeros(8, 8),), cluster="1x8xtoy", mesh=mesh)
+
+
+def test_a_tensor_is_no_tuple_of_example_inputs() -> None:
+    with pytest.raises(JobError, match=r"^example_inputs is a Tensor.*such as \(tensor,\)"):
+        build_plan(nn.Linear(8, 8), example_inputs=torch.zeros(8, 8), cluster="1x8xtoy", batch=8)  # type: ignore[arg-type]
 
 
 def test_a_session_takes_a_spec_or_its_fields() -> None:
