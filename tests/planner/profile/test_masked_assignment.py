@@ -16,29 +16,31 @@ from planner.strategies.enumerate import StrategyTable
 
 
 class SpecialToken(nn.Module):
-    """Gives one token an embedding of its own."""
+    """Gives one token an embedding of its own: the same each time, or one of as many rows as the token occurs."""
 
-    def __init__(self, *, trained: bool) -> None:
+    def __init__(self, *, trained: bool, rows: bool = False) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 4)
         self.special = nn.Parameter(torch.zeros(16)) if trained else 0.0
+        self.rows = rows
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
-        hidden[tokens == 3] = self.special
+        hidden[tokens == 3] = self.special.unsqueeze(0) if self.rows else self.special
         return self.head(hidden).square().mean()
 
 
-def test_a_number_is_assigned() -> None:
-    plan = build_plan(
-        SpecialToken(trained=False), cluster="1x2xtoy", example_inputs=(torch.zeros(8, 4, dtype=torch.long),)
-    )
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_number_or_a_trained_value_is_assigned_by_a_mask(trained: bool) -> None:
+    model = SpecialToken(trained=trained)
+    plan = build_plan(model, cluster="1x2xtoy", example_inputs=(torch.zeros(8, 4, dtype=torch.long),))
+    assert not plan.opaque_modules
     assert plan.verification.outcome == "as-planned"
 
 
-def test_a_trained_value_is_assigned_in_an_opaque_module() -> None:
+def test_rows_are_assigned_in_an_opaque_module() -> None:
     # DTensor does not run the backward of the assignment, not even on whole tensors.
-    model = nn.Sequential(OrderedDict(tokens=SpecialToken(trained=True)))
+    model = nn.Sequential(OrderedDict(tokens=SpecialToken(trained=True, rows=True)))
     plan = build_plan(model, cluster="1x2xtoy", example_inputs=(torch.zeros(8, 4, dtype=torch.long),))
     assert dict(plan.opaque_modules) == {"tokens": "0=0;mean"}
     assert plan.verification.outcome == "as-planned"
@@ -47,7 +49,7 @@ def test_a_trained_value_is_assigned_in_an_opaque_module() -> None:
 class TwoTables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.source, self.target = SpecialToken(trained=True), SpecialToken(trained=True)
+        self.source, self.target = (SpecialToken(trained=True, rows=True) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.source(tokens) + self.target(tokens)
