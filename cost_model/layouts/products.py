@@ -1,8 +1,6 @@
-"""Layouts of products of samples with samples, [m, k] times [k, n], as contrastive losses have them."""
+"""Layouts of products of two activations, [m, k] times [k, n], as contrastive losses have them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -18,11 +16,12 @@ PRODUCTS_OF = {(R, R): R, (S0, R): S0, (R, S1): S1, (S1, S0): P, (S0, S1): S0}
 def product_layout(first: Layout, second: Layout) -> Layout | None:
     """Return the layout of [m, k] in ``first`` times [k, n] in ``second``; None where the executor does not run it.
 
-    On axes of `gathered_axes` the second factor is gathered. If it is split on other axes too, it is not run.
+    On the axis of `gathered_axes` the second factor is gathered. If its columns are split on another axis too, it is
+    not run: which collectives gather it then depends on the cluster.
     """
     pairs = list(zip(first, second, strict=True))
     gathered = gathered_axes(first, second)
-    if any(pair not in PRODUCTS_OF for pair in pairs) or (gathered and (R, S1) in pairs):
+    if any(pair not in PRODUCTS_OF for pair in pairs) or len(gathered) > 1 or (gathered and (R, S1) in pairs):
         return None
     return tuple(PRODUCTS_OF[pair] for pair in pairs)
 
@@ -51,10 +50,3 @@ def product_gradients(output: Layout, first: Layout, second: Layout) -> tuple[La
         else:
             gradients.append((P if pair[0] == R else pair[0], P if pair[1] == R else pair[1]))
     return tuple(each[0] for each in gradients), tuple(each[1] for each in gradients)
-
-
-def multiplies_samples(first: Sequence[int], second: Sequence[int]) -> bool:
-    """Return whether [m, k] times [k, n] compares samples: there are as many columns as rows, or some times as many."""
-    if len(first) != 2 or len(second) != 2 or not first[0] or not second[1]:
-        return False
-    return first[0] % second[1] == 0 or second[1] % first[0] == 0

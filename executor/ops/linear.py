@@ -1,4 +1,4 @@
-"""Linear layers and products of samples, in the layouts in which each rank needs only its own shards.
+"""Linear layers and products of activations, in the layouts in which each rank needs only its own shards.
 
 DTensor flattens [batch, seq, hidden] to two dims. If batch and sequence are both sharded, the flat dim is sharded in
 strides. DTensor then refuses shards of length 1, and on meshes of three axes it spends minutes on the cheapest way to
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cost_model.layouts.layout import Layout
 from cost_model.layouts.linear import LinearGradients, linear_gradients, linear_layout
-from cost_model.layouts.products import gathered_axes, multiplies_samples, product_gradients, product_layout
+from cost_model.layouts.products import gathered_axes, product_gradients, product_layout
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 
@@ -149,7 +149,7 @@ _FACTORS = ("input", "other", "mat2")
 
 
 def product(redistributor: Redistributor, *factors: torch.Tensor, **by_name: Any) -> Any:
-    """Return the product of [m, k] and [k, n], of samples with samples.
+    """Return the product of [m, k] and [k, n].
 
     The second factor may be gathered inside, as contrastive losses need it (``cost_model.layouts.products``).
 
@@ -160,7 +160,7 @@ def product(redistributor: Redistributor, *factors: torch.Tensor, **by_name: Any
     if by_name or len(factors) != 2 or not all(isinstance(factor, DTensor) for factor in factors):
         return NotImplemented
     first, second = factors
-    if first.is_complex() or autocasts(first) or not multiplies_samples(first.shape, second.shape):
+    if first.is_complex() or autocasts(first) or [first.dim(), second.dim()] != [2, 2]:
         return NotImplemented
     layout = product_layout(placements_of(first), placements_of(second))
     return NotImplemented if layout is None else run_function(_Product, first, second, redistributor, layout)

@@ -117,7 +117,7 @@ def gemm_shape(target_name: str, shapes: Sequence[Shape], output: Shape) -> Gemm
         return GemmShape(m=shapes[1][0], n=shapes[2][1], k=shapes[1][1])
     if name in ("mm", "bmm", "matmul") and len(shapes[0]) > 1 and len(shapes[1]) > 1:
         if len(shapes[1]) == 2:
-            # Of samples with samples, a rank may hold a part of the columns, and gather the others.
+            # Of two activations, a rank may hold a part of the columns, and gather the others (`matmul_rules`).
             return GemmShape(m=math.prod(shapes[0][:-1]), n=output[-1], k=shapes[0][-1])
         return GemmShape(m=output[-2], n=output[-1], k=shapes[0][-1], batch=math.prod(output[:-2]))
     if name in ("conv2d", "convolution") and len(output) == 4:

@@ -1,4 +1,4 @@
-"""Matrix products that the executor runs on local tensors: linear layers, and products of samples with samples.
+"""Matrix products that the executor runs on local tensors: linear layers, and products of two activations.
 
 The executor runs both (`executor.ops.linear`). Of linear layers DTensor need not be asked. Contrastive losses compare
 each sample of a batch with each other. Where both factors are split by samples, the second is gathered inside the op,
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout
 from cost_model.layouts.linear import linear_gradients, linear_layout
-from cost_model.layouts.products import PRODUCTS_OF, gathered_axes, multiplies_samples, product_gradients
+from cost_model.layouts.products import PRODUCTS_OF, gathered_axes, product_gradients
 from planner.graph.op_graph import LINEAR, Op, Value
 from planner.strategies.axis_rule import AxisRule, InnerCollective
 from planner.strategies.dtensor_rules import Layouts
@@ -24,8 +24,8 @@ R, P, S0 = Replicate(), Partial(), Shard(0)
 
 
 def product_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
-    """Return the rules of a product of samples with samples; None for any other op."""
-    if len(inputs) != 2 or not multiplies_samples(inputs[0].shape, inputs[1].shape):
+    """Return the rules of a product of two activations, both of two dims; None for any other product."""
+    if [len(value.shape) for value in inputs] != [2, 2]:
         return None
     if any(value.kind in ("plain", "parameter") or value.dtype.is_complex for value in inputs):
         return None
@@ -55,20 +55,19 @@ def product_collectives(
     first, second = layouts
     assert first is not None
     assert second is not None
-    axes = [axis for axis in gathered_axes(first, second) if mesh_shape[axis] > 1]
+    axis = next((axis for axis in gathered_axes(first, second) if mesh_shape[axis] > 1), None)
+    if axis is None:
+        return ()
     rows = inputs[1].shape[0]
-    for axis, place in enumerate(second):
+    for other, place in enumerate(second):
         if place == S0:
-            rows //= mesh_shape[axis]
+            rows //= mesh_shape[other]
     nbytes = rows * inputs[1].shape[1] * inputs[1].dtype.itemsize
-    found = []
-    for axis in axes:  # the inner axes are gathered first
-        if inputs[0].requires_grad:
-            found.append(InnerCollective(kind="all_gather", axis=axis, nbytes=nbytes, phase="backward"))
-        if inputs[1].requires_grad:
-            found.append(InnerCollective(kind="reduce_scatter", axis=axis, nbytes=nbytes, phase="backward"))
-        found.append(InnerCollective(kind="all_gather", axis=axis, nbytes=nbytes))
-        nbytes //= mesh_shape[axis]
+    found = [InnerCollective(kind="all_gather", axis=axis, nbytes=nbytes)]
+    if inputs[0].requires_grad:
+        found.append(InnerCollective(kind="all_gather", axis=axis, nbytes=nbytes, phase="backward"))
+    if inputs[1].requires_grad:
+        found.append(InnerCollective(kind="reduce_scatter", axis=axis, nbytes=nbytes, phase="backward"))
     return tuple(found)
 
 

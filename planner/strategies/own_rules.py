@@ -11,7 +11,7 @@ numbers of labels.
 `sum`, `mean` to one number, losses  `planner.strategies.reduction_rules`.
 `scaled_dot_product_attention`  DTensor decomposes it where it has no rule for the kernel. The rules shard the batch,
 heads, or the sequence (context parallelism: `planner.strategies.context_parallel`).
-`matmul`, `mm` of samples with samples  DTensor would gather one factor unasked (`planner.strategies.matmul_rules`).
+`matmul`, `mm` of two activations  DTensor would gather one factor unasked (`planner.strategies.matmul_rules`).
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
 `shardplan.experts`  The rules shard tokens, experts, both (`planner.strategies.expert_parallel`), or the inner dim of
 each expert.
