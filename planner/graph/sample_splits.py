@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SUM, WHOLE, SampleSplit
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
@@ -89,7 +89,7 @@ def _sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
         shapes = [_short(shape, tensor) for shape, tensor in zip(shapes, tensors, strict=True)]
         if whole_flops / longest * _SHORT > _MOST_FLOPS:
             return None
-    with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"), _NoDropout():
+    with torch.random.fork_rng(devices=()), torch.enable_grad(), torch.device("cpu"):
         try:
             outputs = _tried(call, shapes, inputs)
         except Exception:  # noqa: BLE001  whatever the module raises on such tensors
@@ -107,7 +107,7 @@ def _short(shape: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
 def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str]) -> tuple[str, ...] | None:
     """Return how the outputs come of whole samples and of halves; errors of the module propagate."""
     torch.manual_seed(0)
-    module = _on_cpu(call.module)
+    module, chances = _on_cpu(call.module), _Chances()
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
 
     def outputs(tensors: list[torch.Tensor]) -> list[str | None]:
@@ -115,12 +115,13 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
 
     def run(tensors: list[torch.Tensor], half: int | None) -> list[torch.Tensor]:
         given = iter([
-            tensor if place == WHOLE or half is None else tensor.chunk(2)[half]
+            (tensor if place == WHOLE or half is None else tensor.chunk(2)[half]).clone()
             for tensor, place in zip(tensors, inputs, strict=True)
         ])  # fmt: skip
         filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(filled, structure)
-        return tensors_in(module(*args, **kwargs))
+        with chances.of(half):
+            return [result.detach() for result in tensors_in(module(*args, **kwargs))]
 
     dtypes = [tensor.dtype for tensor in tensors_in((call.args, call.kwargs))]
     buffers = [buffer.clone() for buffer in module.buffers()]
@@ -220,7 +221,7 @@ def _on_cpu(module: nn.Module) -> nn.Module:
     for part in copied.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(_weights(name, parameter), requires_grad=False)
+                part._parameters[name] = nn.Parameter(_weights(name, parameter), parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = _random(tuple(buffer.shape), buffer.dtype).abs()
@@ -241,10 +242,44 @@ def _weights(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return (offset + scale * torch.randn(drawn)).expand(shape)
 
 
-class _NoDropout(TorchFunctionMode):
-    """Within this context, dropout does nothing."""
+class _Chances(TorchDispatchMode):
+    """Random numbers of which each sample gets the same, whether it runs with all samples or with one half of them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "").endswith("dropout"):
-            return args[0] if args else (kwargs or {})["input"]
-        return func(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self._half: int | None = None
+        self._calls = 0
+        self._shapes: list[list[torch.Size]] = []
+        """Of each call of a random op on all samples, the shapes of its results."""
+
+    def of(self, half: int | None) -> _Chances:
+        """Return the mode for a run of one half of the samples; None: of all of them."""
+        self._half, self._calls = half, 0
+        if half is None:
+            self._shapes = []
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        torch.manual_seed(self._calls)
+        self._calls += 1
+        if self._half is None:
+            result = func(*args, **kwargs)
+            self._shapes.append([tensor.shape for tensor in tensors_in(result)])
+            return result
+        names = [argument.name for argument in func._schema.arguments]
+        twice = [_twice(name, value) for name, value in zip(names, args, strict=False)]
+        whole = func(*twice, **{name: _twice(name, value) for name, value in kwargs.items()})
+        if [tensor.shape for tensor in tensors_in(whole)] != self._shapes[self._calls - 1]:
+            raise ValueError(f"all samples share the random numbers of {func}")
+        mine = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(2)[self._half].clone(), whole)
+        return args[0].copy_(mine) if func._schema.is_mutable else mine
+
+
+def _twice(name: str, value: Any) -> Any:
+    """Return an argument of an op for twice as many samples: a tensor that has them, or a size."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return torch.cat([value, value])
+    return [2 * value[0], *value[1:]] if name == "size" and value else value

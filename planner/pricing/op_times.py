@@ -361,10 +361,29 @@ class OpTimes:
     # --- other ops -----------------------------------------------------------------------------------------------
 
     def _opaque(self, local: LocalOp) -> OpTime:
-        """Return the seconds of an opaque module: its matrix multiplications, and after them all other ops."""
+        """Return the seconds of an opaque module: its matrix multiplications, and after them all other ops.
+
+        The bytes of all other ops are those that every call has, and a share of those that come with the samples.
+        """
         profile = local.profile
         gemms = self._roofline(local._replace(profile=dataclasses.replace(profile, nbytes=0, backward_nbytes=0)))
-        others = self._roofline(local._replace(profile=dataclasses.replace(profile, flops=0.0, backward_flops=0.0)))
+        arguments = opaque_op.OpaqueArguments(*local.op.args)
+        costs, fixed = arguments.costs, opaque_op.OpaqueCosts(*arguments.fixed)
+        split = local.flops_split
+        forward = round(fixed.nbytes + (costs.nbytes - fixed.nbytes) / split)
+        backward = round(fixed.backward_nbytes + (costs.backward_nbytes - fixed.backward_nbytes) / split)
+        if not profile.backward_nbytes:
+            backward = 0
+        on_rank = dataclasses.replace(
+            profile,
+            flops=0.0,
+            backward_flops=0.0,
+            nbytes=forward,
+            backward_nbytes=backward,
+            forward_dispatched=profile.forward_dispatched._replace(nbytes=forward),
+            backward_dispatched=profile.backward_dispatched._replace(nbytes=backward),
+        )
+        others = self._roofline(local._replace(profile=on_rank, bytes_fraction=1.0))
         return OpTime(gemms.forward_s + others.forward_s, gemms.backward_s + others.backward_s)
 
     def _roofline(self, local: LocalOp) -> OpTime:

@@ -28,7 +28,7 @@ from planner.pricing.storage_options import StorageOption
 from planner.strategies.enumerate import Strategy
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class MeshBound:
     """Lower bounds on the step time of every run on a mesh, in seconds.
 

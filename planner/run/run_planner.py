@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec
@@ -35,25 +35,11 @@ from planner.run.batch_axes import batch_axes
 from planner.run.memory_bound import least_alive_bytes, least_gradient_bytes, least_saved_bytes, least_state_bytes
 from planner.run.mesh_bound import MeshBound
 from planner.run.model_analysis import ModelAnalysis
-from planner.run.run_results import Candidate, RelaxedRun, SolvedRun
+from planner.run.run_results import Candidate, FormulatedRun, RelaxedRun, SolvedRun
 from planner.run.stage_clock import Clock, left_s
 from planner.run.unsupported_ops import with_local_ops_marked
 from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
-
-
-class FormulatedRun(NamedTuple):
-    """The integer program of a run.
-
-    Attributes:
-        formulator: builds the program, and prices decisions.
-        structure: the part of the program that does not depend on the mesh.
-        formulation: the program; None where some region or parameter has no choice left.
-    """
-
-    formulator: Formulator
-    structure: Structure
-    formulation: Formulation | None
 
 
 class RunPlanner:
@@ -102,7 +88,7 @@ class RunPlanner:
         self._state_bytes: float | None = None
         self._sums_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
-        self._last_random: tuple[Run, FormulatedRun] | None = None
+        self._last: tuple[tuple[object, ...], FormulatedRun] | None = None
 
     @property
     def table(self) -> StrategyTable:
@@ -117,7 +103,7 @@ class RunPlanner:
     def __getstate__(self) -> dict[str, Any]:
         # A worker starts without caches: it recomputes what it needs.
         bare = {"model": self.model.bare(), "clock": Clock(), "_redistribution_pricers": {}, "_alive": {}}
-        return {**self.__dict__, **bare, "_last_random": None}
+        return {**self.__dict__, **bare, "_last": None}
 
     def candidate(self, solved: SolvedRun) -> Candidate:
         """Return a solved run as a candidate, which has the structure too."""
@@ -253,6 +239,9 @@ class RunPlanner:
             cutoff_s: step time in seconds at or above which a plan is not wanted.
             peak: whether the program has the peak memory; otherwise it has only static memory.
         """
+        key = (run, mesh_bound, cutoff_s, peak)  # the bounds hold for one restriction
+        if mesh_bound is not None and self._last is not None and self._last[0] == key:
+            return self._last[1]  # a run is relaxed, and then solved
         is_filtered = mesh_bound is not None and math.isfinite(cutoff_s)
         with self.clock.stage("costs_s"), quiet_dtensor():
             formulator, structure = self.formulator(run, peak=peak)
@@ -261,7 +250,10 @@ class RunPlanner:
                 None if restriction is None else restriction.accepts_stored,
                 mesh_bound.choices_below(cutoff_s) if is_filtered and mesh_bound is not None else None,
             )
-        return FormulatedRun(formulator, structure, built)
+        formulated = FormulatedRun(formulator, structure, built)
+        if mesh_bound is not None:
+            self._last = key, formulated
+        return formulated
 
     def relax_run(
         self,
@@ -353,9 +345,9 @@ class RunPlanner:
 
     def random(self, run: Run, seed: int, restriction: Restriction | None = None) -> Candidate | None:
         """Return a random decision, whatever time and memory it takes; None if none was found."""
-        if self._last_random is None or self._last_random[0] != run:
-            self._last_random = run, self.formulate(run, restriction)
-        formulator, structure, formulation = self._last_random[1]
+        if self._last is None or self._last[0] != (run,):
+            self._last = (run,), self.formulate(run, restriction)
+        formulator, structure, formulation = self._last[1]
         if formulation is None:
             return None
 

@@ -1,14 +1,30 @@
-"""Results of relaxing or solving one run: lower bounds on its step time, or a priced decision."""
+"""What comes of one run: its integer program, lower bounds on its step time, and a priced decision."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.formulation.decision import Decision
+from planner.formulation.formulate import Formulation, Formulator
 from planner.ilp.problem import Solution
 from planner.liveness.structure import Structure
 from planner.plan.estimate import Estimate
 from planner.pricing.run_spec import Run
+
+
+class FormulatedRun(NamedTuple):
+    """The integer program of a run.
+
+    Attributes:
+        formulator: builds the program, and prices decisions.
+        structure: the part of the program that does not depend on the mesh.
+        formulation: the program; None where some region or parameter has no choice left.
+    """
+
+    formulator: Formulator
+    structure: Structure
+    formulation: Formulation | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ from planner.ilp.solve import least_memory
 from planner.liveness.structure import Structure
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
-from planner.run.run_planner import FormulatedRun, RunPlanner, without_mismatched
+from planner.run.run_planner import RunPlanner, without_mismatched
+from planner.run.run_results import FormulatedRun
 from planner.run.stage_clock import left_s
 from planner.search.worker_context import Restrict
 

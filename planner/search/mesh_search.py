@@ -43,6 +43,9 @@ _FIRST_PLAN_GAP = 0.1
 _FIRST_PLAN_S = 3.0
 """Seconds that the solver gets for the first plan even if the deadline is nearer: formulating is most of the work."""
 
+_FITS_EASILY = 2.0
+"""A run whose least memory times this is within the cap is expected to fit."""
+
 _TRIAL_NODES = 30
 """Nodes of the solver's branch and bound when a run is first solved. They often give an incumbent that prunes other
 nodes of the search. To prove that it is the best plan of its run can take many times as long."""
@@ -150,16 +153,22 @@ class MeshSearch(BranchAndBound[_Node]):
         return abs(math.log2(mesh.shape[-1] / self._planner.cluster.devices_per_node))
 
     def _find_first_plan(self, mesh: MeshSpec, here: Pool) -> None:
-        """Solve a run that probably fits: most checkpointing, smallest micro-batches that the outer axis divides."""
+        """Solve a run that probably fits.
+
+        It is the one in the largest micro-batches that the outer axis divides, without checkpointing, where that needs
+        little of the memory, since this is then often the fastest; or else the one with the least memory.
+        """
         if self.is_over:
             return
-        counts = self.spec.micro_batch_counts
-        splitting = [count for count in counts if self._planner.batch // count % mesh.shape[0] == 0]
+        counts, modes = self.spec.micro_batch_counts, self.spec.modes
+        splitting = [count for count in counts if self._planner.batch // count % mesh.shape[0] == 0] or [counts[-1]]
+        lightest = self._planner.run_of(mesh, splitting[0], modes[0])
+        fits_easily = _FITS_EASILY * self._planner.least_memory_bytes(lightest) <= self.spec.constraints.memory_bytes
         task = SolveRun(
             mesh=mesh,
-            micro_batches=max(splitting, default=counts[-1]),
-            ac=self.spec.modes[-1],
-            mip_gap=_FIRST_PLAN_GAP,
+            micro_batches=splitting[0] if fits_easily else splitting[-1],
+            ac=modes[0] if fits_easily else modes[-1],
+            mip_gap=None if fits_easily else _FIRST_PLAN_GAP,
             left_s=self.spec.left_s,
             least_solve_s=_FIRST_PLAN_S,
         )

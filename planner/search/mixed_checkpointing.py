@@ -95,10 +95,16 @@ class _Mixing:
         return self._best.estimate.step_time_s * (1.0 - share)
 
     def _mixtures(self) -> Iterator[_Mixture]:
-        """Yield what may fit by the bounds on memory in closed form, which are linear in the number of blocks."""
-        cap = self._spec.constraints.memory_bytes
-        pairs = itertools.combinations([mode for mode in ("full", "selective", "none") if mode in self._spec.modes], 2)
-        for count, (heavier, lighter) in itertools.product(self._counts, tuple(pairs)):
+        """Yield what may fit by the bounds on memory in closed form, which are linear in the number of blocks.
+
+        Mixtures that compute as much as the first plan, in as many micro-batches or more, are left out.
+        """
+        cap, first = self._spec.constraints.memory_bytes, self._first.run
+        modes = [mode for mode in ("full", "selective", "none") if mode in self._spec.modes]
+        pairs = tuple(itertools.combinations(modes, 2))
+        for count, (heavier, lighter) in itertools.product(self._counts, pairs):
+            if count >= first.micro_batches and modes.index(lighter) <= modes.index(first.ac):
+                continue
             least, needed = (
                 self._planner.least_memory_bytes(self._planner.run_of(self._mesh, count, mode))
                 for mode in (heavier, lighter)

@@ -19,6 +19,7 @@ SPLITS = {
     "experts in a loop": {"blocks.*.experts": "0=0;0"},
     "experts that some ranks do not use": {"experts": "0=0;0"},
     "rows found by values": {"": "0=0 1=0;mean"},
+    "a derivative by the input": {"": "0=0 1=0;mean"},
     "labels that are counted": {"": ""},
     "labels of which one is padding": {"": ""},
     "a branch on a sum": {"": ""},

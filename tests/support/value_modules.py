@@ -163,6 +163,20 @@ class StretchesByAMask(nn.Module):
         return self.last(self.stretch(self.first(x), counts))
 
 
+class EnergyAndForces(nn.Module):
+    """Fits an energy and its derivative by the input, as models of molecules and of equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.energy = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor, forces: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(torch.tanh(self.inner(x)))
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return F.mse_loss(-slope, forces) + energy.pow(2).mean()
+
+
 def _labels(ignored: int = -100) -> Tensor:
     labels = torch.randint(0, 4, (BATCH, 6))
     labels[: BATCH // 2, 2:] = ignored
@@ -182,6 +196,7 @@ VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     ),
     "experts that some ranks do not use": lambda: (ExpertsOfHalves(), (_unlike_halves(),)),
     "rows found by values": lambda: (PositiveRows(), (torch.randn(BATCH, 16), torch.randn(BATCH, 4))),
+    "a derivative by the input": lambda: (EnergyAndForces(), (torch.randn(BATCH, 16), torch.randn(BATCH, 16))),
     "labels that are counted": lambda: (CountedLabels(), (torch.randn(BATCH, 6, 16), _labels())),
     "labels of which one is padding": lambda: (PaddedLabels(), (torch.randn(BATCH, 6, 16), _labels(4))),
     "a branch on a sum": lambda: (BranchesOnASum(), (torch.randn(BATCH, 16),)),

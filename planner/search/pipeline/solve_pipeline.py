@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from cost_model.layouts.layout import Layout
 from planner.errors import SolverError
 from planner.run.mesh_bound import MeshBound
-from planner.run.run_planner import FormulatedRun
-from planner.run.run_results import SolvedRun
+from planner.run.run_results import FormulatedRun, SolvedRun
 from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners
 from planner.search.pipeline.stage_tasks import RelaxStage
 from planner.search.pipeline.step_time import StageKind, least_step_s, pipeline_step_s, stage_cutoff_s

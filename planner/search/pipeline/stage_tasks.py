@@ -11,7 +11,7 @@ from cost_model.layouts.layout import Layout
 from planner.errors import SolverError
 from planner.ilp.relaxation import Relaxer, relax
 from planner.run.mesh_bound import MeshBound, bound_mesh
-from planner.run.run_planner import FormulatedRun
+from planner.run.run_results import FormulatedRun
 from planner.search.pipeline.stage_planners import PipelineRun, StagePlanners
 from planner.search.pipeline.step_time import StageKind
 from planner.search.worker_context import SearchConstraints, WorkerContext

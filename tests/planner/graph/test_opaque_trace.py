@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.value_modules import BATCH, VALUE_MODULES, LoopedExperts
 from torch import Tensor, nn
 
@@ -76,6 +78,36 @@ def test_the_module_around_takes_over_where_a_result_has_no_size() -> None:
 
 def test_samples_that_need_each_other_are_not_split() -> None:
     assert splits_of(traced(Residual(NormOfTheBatch()), torch.randn(BATCH, 6, 16))) == {"inner": ""}
+
+
+class Noisy(nn.Module):
+    """A derivative, which no trace has, on samples with noise: from ``draw``, given the samples."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw, self.score = draw, nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.draw(x).requires_grad_())
+        return torch.autograd.grad(self.score(x).tanh().sum(), x, create_graph=True)[0].norm(dim=1).mean()
+
+
+@pytest.mark.parametrize(
+    ("draw", "split"),
+    [
+        (lambda x: x + torch.rand(len(x), 1), "0=0;mean"),
+        (lambda x: x * torch.bernoulli(x.sigmoid()), "0=0;mean"),
+        (lambda x: x + torch.multinomial(x.softmax(1), 2).sum(1, keepdim=True), "0=0;mean"),
+        (lambda x: torch.empty_like(x).exponential_() * x, "0=0;mean"),
+        (lambda x: x + torch.randn(16), ""),  # all samples have this noise
+        (lambda x: x + x[torch.randperm(len(x))], ""),  # samples are mixed
+        (lambda x: x + x[torch.rand(len(x)).argsort()], ""),
+    ],
+)
+def test_samples_are_split_where_each_has_random_numbers_of_its_own(
+    draw: Callable[[Tensor], Tensor], split: str
+) -> None:
+    assert splits_of(traced(Noisy(draw), torch.randn(BATCH, 16))) == {"": split}
 
 
 def test_modules_are_opaque_by_name() -> None:
