@@ -1,7 +1,7 @@
-"""Sums and means of all elements, and losses, of tensors that are split: each rank reduces its piece, then all do.
+"""Sums and means of all elements or over the first dim, and losses, of tensors that are split.
 
-The result is one number, and whole. The backward pass needs no communication. Rules:
-``planner.strategies.reduction_rules``.
+Each rank reduces its piece, then all do: the result is whole on the axes that split what is reduced. The backward pass
+needs no communication. Rules: ``planner.strategies.reduction_rules``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor, conjugate
@@ -23,20 +23,42 @@ from executor.redistribute import Redistributor, conjugate
 def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Return the own op of ``torch.sum`` or ``torch.mean``, or of the method.
 
-    The result is NotImplemented for a sum over some dims, and for a tensor that is whole.
+    The result is NotImplemented for a sum over some dims without the first, and for a tensor that is whole.
     """
     is_mean = function.__name__ == "mean"
 
     def run(redistributor: Redistributor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or set(kwargs) - {"dtype"}:
-            return NotImplemented
+        dims = _reduced_dims(input.dim(), *args, **kwargs)
         layout = _common_layout(redistributor, [input], partial=True)
-        if layout in (None, redistributor.replicated):
+        if dims is None or layout in (None, redistributor.replicated):
             return NotImplemented
-        result = function(_local(redistributor, input, layout), **kwargs)
-        return reduced(redistributor, result / pieces(redistributor, layout) if is_mean else result, layout)
+        result = function(_local(redistributor, input, layout), *args, **kwargs)
+        if is_mean:
+            result = result / math.prod(pieces(redistributor, layout, dim) for dim in dims)
+        keeps = result.dim() == input.dim()
+        left = [dim for dim in range(input.dim()) if keeps or dim not in dims]
+        kept = tuple(
+            Shard(left.index(place.dim)) if isinstance(place, Shard) and place.dim not in dims else Replicate()
+            for place in layout
+        )
+        pending = tuple(
+            place if whole == place or isinstance(place, Shard) else Partial()
+            for place, whole in zip(kept, layout, strict=True)
+        )
+        return redistributor.redistribute(redistributor.of_pieces(result, pending), kept)
 
     return run
+
+
+def _reduced_dims(
+    count: int, dim: int | Sequence[int] | None = None, keepdim: bool = False, **options: Any
+) -> frozenset[int] | None:
+    """Return the dims of ``count`` that a call reduces, if the first is among them; None: it is not, or unknown."""
+    if set(options) - {"dtype"}:
+        return None
+    given = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    dims = frozenset(each % count for each in given) if given and count else frozenset(range(count))
+    return dims if 0 in dims or not count else None
 
 
 def loss(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:

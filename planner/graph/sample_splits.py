@@ -246,7 +246,7 @@ class _Chances(TorchDispatchMode):
     """Random numbers of which each sample gets the same, whether it runs with all samples or with one half of them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._half: int | None = None
         self._calls = 0
         self._shapes: list[list[torch.Size]] = []

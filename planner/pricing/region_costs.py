@@ -66,7 +66,7 @@ class RegionPricer:
         self._op_times = op_times
         self._overlap = Overlap.of(run.cluster.device)
         self._times: dict[_OpLayouts, OpTime] = {}
-        self._inner: dict[tuple[_OpLayouts, float, CheckpointingMode | None], list[Price]] = {}
+        self._inner: dict[tuple[_OpLayouts, Layout | None, float, CheckpointingMode | None], list[Price]] = {}
 
     def price(
         self,
@@ -111,7 +111,7 @@ class RegionPricer:
                 charge[BACKWARD.compute] += calls * backward_s
                 sums_s = self._gradient_sums_s(region, region_op, strategy, *sums)
                 charge[BACKWARD.compute] += self._run.passes * sums_s
-            key = _layouts_of(region_op, strategy), calls, checkpointing
+            key = _layouts_of(region_op, strategy), strategy.gradient[region_op.outputs[0]], calls, checkpointing
             if key not in self._inner:
                 self._inner[key] = self._inner_collectives(region, region_op, strategy, calls, checkpointing)
             prices += self._inner[key]
@@ -198,7 +198,8 @@ class RegionPricer:
         inputs = find_op_inputs(region, region_op)
         layouts = [strategy.forward[i] for i in region_op.inputs]
         prices = []
-        for inner in inner_collectives(region_op.op, inputs, layouts, self._run.mesh.shape):
+        arriving = strategy.gradient[region_op.outputs[0]]
+        for inner in inner_collectives(region_op.op, inputs, layouts, self._run.mesh.shape, arriving):
             phases: list[tuple[Phase, PhaseQuantities]] = []
             if inner.phase == "forward":
                 phases.append(("forward", FORWARD))

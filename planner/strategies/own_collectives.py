@@ -17,9 +17,21 @@ from planner.strategies.own_rules import is_shardable_cross_entropy
 
 
 def inner_collectives(
-    op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+    op: Op,
+    inputs: Sequence[Value],
+    layouts: Sequence[Layout | None],
+    mesh_shape: Sequence[int],
+    arriving: Layout | None = None,
 ) -> tuple[InnerCollective, ...]:
-    """Return the collectives inside ``op`` with inputs in ``layouts``; none for an op that DTensor runs."""
+    """Return the collectives inside ``op`` with inputs in ``layouts``; none for an op that DTensor runs.
+
+    Args:
+        op: the op.
+        inputs: its inputs.
+        layouts: layouts of the inputs.
+        mesh_shape: sizes of the mesh's axes.
+        arriving: layout in which the gradient of its first result arrives; None: there is none.
+    """
     name = op.target_name
     if name == context_parallel.OP_NAME:
         return context_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
@@ -37,7 +49,7 @@ def inner_collectives(
     if name in losses and is_shardable_cross_entropy(op, inputs):
         return _cross_entropy_collectives(inputs, layouts, mesh_shape)
     if name in reduction_rules.NAMES or name in losses:
-        return reduction_rules.reduction_collectives(op, inputs, layouts, mesh_shape)
+        return reduction_rules.reduction_collectives(op, inputs, layouts, mesh_shape, arriving)
     return ()
 
 

@@ -1,24 +1,27 @@
-"""Rules of reductions to one number, and of losses, which users mostly average over the batch.
+"""Rules of reductions to one number or over the first dim, and of losses, which users mostly average over the batch.
 
 DTensor leaves the mean of a split tensor as an average over ranks, which nothing after it can read, and has no rule for
-several losses. The executor reduces the number at once (``executor.ops.reductions``): what follows has it whole.
+several losses. The executor reduces the result at once (``executor.ops.reductions``): what follows has it whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cost_model.layouts.layout import Layout
+from cost_model.layouts.layout import Layout, sharded_dim
 from planner.graph.op_graph import Op, Value
 from planner.strategies.axis_rule import AxisRule, InnerCollective
 
 R = Replicate()
 
 _TOTALS = frozenset({"aten.sum.default", "aten.mean.default"})
+
+_OVER_DIMS = frozenset({"aten.sum.dim_IntList", "aten.mean.dim"})
 
 _ELEMENTWISE = frozenset(
     f"aten.{name}.default"
@@ -38,16 +41,21 @@ _ELEMENTWISE = frozenset(
 _OF_CLASSES = frozenset({"aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"})
 """Losses that reduce a number for each row, of which some may be ignored or weighted."""
 
-NAMES = _TOTALS | _ELEMENTWISE | {"aten.nll_loss_nd.default"}
+NAMES = _TOTALS | _OVER_DIMS | _ELEMENTWISE | {"aten.nll_loss_nd.default"}
 """Ops whose rules are all here; those of the cross entropy that splits its classes are in `own_rules`."""
 
 _NONE = 0  # torch's number of the reduction "none"
 
 
 def reduction_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
-    """Return the rules of an op in `NAMES`, or of a cross entropy that splits its rows alone; None: all is plain."""
+    """Return the rules of an op in `NAMES`, or of a cross entropy that splits its rows alone.
+
+    None: all is plain, or DTensor runs the op, which reduces other dims than the first.
+    """
     if all(value.kind == "plain" for value in inputs):
         return None
+    if op.target_name in _OVER_DIMS:
+        return _rules_over_dims(op, inputs[0])
     is_total = op.target_name in _TOTALS
     shape = inputs[0].shape
     splits = range(len(shape))
@@ -64,7 +72,41 @@ def reduction_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
         split = Shard(dim)
         arriving = split if _reduction(op) == _NONE else R
         rules.append(_rule(op, inputs, split, arriving, split))
+        if is_total:
+            rules.append(_rule(op, inputs, split, Partial(), split))
     return rules
+
+
+def _rules_over_dims(op: Op, value: Value) -> list[AxisRule] | None:
+    kept = kept_dims(op, value)
+    if kept.get(0, 0) is not None:
+        return None
+
+    def rule(place: Placement, result: Placement, arriving: Placement, gradient: Placement) -> AxisRule:
+        return AxisRule(
+            inputs=(place,),
+            outputs=(result,),
+            output_gradients=(arriving,),
+            input_gradients=(gradient if value.requires_grad else None,),
+        )
+
+    rules = [rule(R, R, R, R), rule(R, R, Partial(), Partial()), rule(Partial(), R, R, R)]
+    for dim, to in kept.items():
+        result = R if to is None else Shard(to)
+        rules.append(rule(Shard(dim), result, result, Shard(dim)))
+        if to is None:  # as where the mean is taken off the samples; the gradient is reduced in the backward
+            rules.append(rule(Shard(dim), R, Partial(), Shard(dim)))
+    return rules
+
+
+def kept_dims(op: Op, value: Value) -> dict[int, int | None]:
+    """Return dim of the tensor that ``op`` reduces over some dims -> dim of the result; None: it is reduced."""
+    count = len(value.shape)
+    given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+    keeps = op.args[2] if len(op.args) > 2 else op.kwargs.get("keepdim", False)
+    reduced = {dim % count for dim in given} if given and count else set(range(count))
+    left = [dim for dim in range(count) if dim not in reduced]
+    return {dim: None if dim in reduced else (dim if keeps else left.index(dim)) for dim in range(count)}
 
 
 def _rule(op: Op, inputs: Sequence[Value], placement: Placement, arriving: Placement, gradient: Placement) -> AxisRule:
@@ -106,18 +148,34 @@ def _reduction(op: Op) -> int | None:
 
 
 def reduction_collectives(
-    op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+    op: Op,
+    inputs: Sequence[Value],
+    layouts: Sequence[Layout | None],
+    mesh_shape: Sequence[int],
+    arriving: Layout | None,
 ) -> tuple[InnerCollective, ...]:
-    """Return the all-reduces of a number over each axis that splits the first input, or a partial one."""
+    """Return the all-reduces of the result over each axis that splits what is reduced, or has a partial sum of it.
+
+    Where the gradient of the result arrives as a partial sum, it is reduced in the backward.
+    """
     layout = next((layout for layout in layouts if layout is not None), None)
     if layout is None or _reduction(op) == _NONE:
         return ()
+    value, kept = inputs[0], dict[int, int | None]()
+    if op.target_name in _OVER_DIMS:
+        kept = kept_dims(op, value)
+        if kept.get(0, 0) is not None:
+            return ()
+    axes = [axis for axis, size in enumerate(mesh_shape) if size > 1 and layout[axis] != R]
+    still_split = [axis for axis in axes if kept.get(sharded_dim(layout[axis]) or 0) is not None]
+    numel = math.prod(value.shape[dim] for dim, to in kept.items() if to is not None)
+    numel //= math.prod(mesh_shape[axis] for axis in still_split)
+    dtype = op.kwargs.get("dtype") or (value.dtype if value.dtype.is_floating_point else torch.int64)
     # The loss of classes is reduced together with the number, or the weight, of its rows.
-    dtype = op.kwargs.get("dtype") or (inputs[0].dtype if inputs[0].dtype.is_floating_point else torch.int64)
-    itemsize = dtype.itemsize
-    nbytes = 2 * max(itemsize, 4) if op.target_name in _OF_CLASSES else itemsize
-    return tuple(
-        InnerCollective(kind="all_reduce", axis=axis, nbytes=nbytes)
-        for axis, (place, size) in enumerate(zip(layout, mesh_shape, strict=True))
-        if size > 1 and place != R
+    nbytes = 2 * max(dtype.itemsize, 4) if op.target_name in _OF_CLASSES else numel * dtype.itemsize
+    reduced = [axis for axis in axes if axis not in still_split]
+    backward = [axis for axis in reduced if arriving is not None and arriving[axis].is_partial()]
+    return (
+        *(InnerCollective(kind="all_reduce", axis=axis, nbytes=nbytes) for axis in reduced),
+        *(InnerCollective(kind="all_reduce", axis=axis, nbytes=nbytes, phase="backward") for axis in backward),
     )

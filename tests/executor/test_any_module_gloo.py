@@ -50,6 +50,7 @@ RANDOM = (
     "a block in a loop",
     "complex numbers",
     "two towers",
+    "statistics of the batch",
 )
 """Modules that are also run under plans with random layouts, of which each is another combination."""
 

@@ -8,6 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from support.dataclass_modules import Dataclasses, Sample
+from support.losses_in_forward import (
+    Classifier,
+    OfTheBatch,
+    Preferences,
+    Shifted,
+    TeacherAndStudent,
+    TwoLosses,
+    TwoTowers,
+)
 from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
@@ -53,31 +62,6 @@ class UsesTwice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(x @ self.weight) @ self.weight.T
-
-
-class TeacherAndStudent(nn.Module):
-    """A frozen teacher, run without gradients, and a student; returns the error between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher, self.student = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher(x).tanh()
-        return F.mse_loss(self.student(x), target)
-
-
-class TwoLosses(nn.Module):
-    """Returns two numbers, both of which are differentiated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(16, 32), nn.Linear(32, 4), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.trunk(x).relu()
-        return self.left(hidden).square().mean(), self.right(hidden).abs().mean()
 
 
 class SelfAttention(nn.Module):
@@ -149,33 +133,6 @@ class Looped(nn.Module):
         return F.smooth_l1_loss(x, x.detach().roll(1, -1))
 
 
-class Shifted(nn.Module):
-    """Shifts its labels by assignments, as encoder-decoders do, and averages over those that a mask leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        shifted = ids.new_zeros(ids.shape)
-        shifted[..., 1:] = ids[..., :-1].clone()
-        shifted[..., 0] = 3
-        losses = F.cross_entropy(self.head(self.table(shifted)).flatten(0, 1), ids.flatten(), reduction="none")
-        return (losses * mask.flatten()).sum() / mask.sum()
-
-
-class Classifier(nn.Module):
-    """Averages over the labels that are given, smoothed and weighted by class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
-        self.loss = nn.CrossEntropyLoss(torch.arange(1.0, 6.0), ignore_index=2, label_smoothing=0.1)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.body(x), labels)
-
-
 class Masked(nn.Module):
     """An encoder-decoder of transformers, which makes masks of its own, and leaves those out that mask nothing."""
 
@@ -200,51 +157,6 @@ class Causal(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.model(input_ids=ids, attention_mask=mask, labels=ids).loss
-
-
-class TwoTowers(nn.Module):
-    """Compares each question of a batch with the answers of all others, in the forward that pools both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(32, 16)
-        self.questions, self.answers = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def pooled(self, tower: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        mask = (ids > 3).unsqueeze(-1)
-        hidden = (tower(self.table(ids)) * mask).sum(1) / mask.sum(1).clamp(min=1)
-        return nn.functional.normalize(hidden, dim=-1)
-
-    def forward(self, questions: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        scores = self.pooled(self.questions, questions) @ self.pooled(self.answers, answers).t() * self.scale.exp()
-        labels = torch.arange(scores.shape[0], device=scores.device)
-        cross_entropy = nn.functional.cross_entropy
-        return (cross_entropy(scores, labels) + cross_entropy(scores.t(), labels)) / 2
-
-
-class Preferences(nn.Module):
-    """Prefers one answer to another more than a frozen model does (DPO)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.reference = (nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32)) for _ in range(2))
-        self.reference.requires_grad_(requires_grad=False)
-
-    @staticmethod
-    def log_probability(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        predicted = model(ids)[:, :-1].log_softmax(-1)
-        return (predicted.gather(2, ids[:, 1:].unsqueeze(-1)).squeeze(-1) * mask[:, 1:]).sum(-1)
-
-    def forward(self, better: Tensor, its_mask: Tensor, worse: Tensor, other_mask: Tensor) -> Tensor:
-        def margin(model: nn.Module) -> torch.Tensor:
-            first, second = (better, its_mask), (worse, other_mask)
-            return self.log_probability(model, *first) - self.log_probability(model, *second)
-
-        preferred = margin(self.model)
-        with torch.no_grad():
-            expected = margin(self.reference)
-        return -nn.functional.logsigmoid(0.1 * (preferred - expected)).mean()
 
 
 class Complex(nn.Module):
@@ -405,6 +317,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a block in a loop": lambda: (Looped(), (_rows(4, 16),)),
     "shifted labels and a mask": lambda: (Shifted(), (torch.randint(0, 24, (BATCH, 6)), torch.rand(BATCH, 6))),
     "a smoothed loss": lambda: (Classifier(), (_rows(16), torch.randint(0, 5, (BATCH,)))),
+    "statistics of the batch": lambda: (OfTheBatch(), (_rows(6, 16), _rows(6, 4))),
     "an encoder-decoder with padding": lambda: (
         Masked(),
         (torch.randint(3, 32, (BATCH, 6)), _padded(6), torch.randint(3, 32, (BATCH, 4))),

@@ -89,6 +89,7 @@ def reductions() -> Iterator[tuple[str, Call, Inputs]]:
     splits = ((R, R), (S0, S0), (S1, S1))
     for (layout,) in layouts((R,), (S0,), (S1,)):
         yield "sum", lambda x: x.sum() * x.mean(), ((x, layout),)
+        yield "over the mean", lambda x: x / x.abs().mean(), ((x, layout),)
         yield "mean in another dtype", lambda x: torch.mean(x, dtype=torch.float64), ((x, layout),)
         yield "share", lambda x: (x.square() * (x > 0)).sum() / (x > 0).sum(), ((x, layout),)
         yield "sum in another dtype", lambda x: (x > 0).sum(dtype=torch.float64) * x.sum(), ((x, layout),)
@@ -117,6 +118,20 @@ def reductions() -> Iterator[tuple[str, Call, Inputs]]:
                 inputs,
             )
         yield "probabilities of classes", lambda x, y: F.cross_entropy(x, y), inputs
+
+
+def reductions_over_dims() -> Iterator[tuple[str, Call, Inputs]]:
+    """Sums and means over the batch, of which what follows is not linear; and over other dims."""
+    x = torch.randn(8, 4, 4)
+    for (layout,) in layouts((R,), (S0,), (S1,), (Shard(2),)):
+        yield "overlap", lambda x: 2 * x.square().sum((0, 2)) / (x.exp().sum(dim=[0, -1]) + 1.0), ((x, layout),)
+        yield "from the center", lambda x: (x - x.mean(0, keepdim=True)).square().mean(0), ((x, layout),)
+        yield "kept", lambda x: torch.sum(x, (-3, 1), True).exp(), ((x, layout),)
+        yield "in another dtype", lambda x: torch.mean(x, dim=0, dtype=torch.float64).square(), ((x, layout),)
+        yield "counted", lambda x: x.sum(0) * (x > 0).sum(0), ((x, layout),)
+        yield "all dims", lambda x: x.mean((0, 1, 2)).exp(), ((x, layout),)
+        yield "twice", lambda x: (2 * x).mean(0).square().sum(0), ((x, layout),)
+        yield "other dims", lambda x: x.sum(1), ((x, layout),)
 
 
 def products() -> Iterator[tuple[str, Call, Inputs]]:
@@ -166,7 +181,9 @@ def check() -> list[str]:
     redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
-    cases = (embeddings, convolutions, attentions, masks, losses, reductions, losses_of_rows, products, batch_norms)
+    attention = (attentions, masks)
+    sums = (losses, reductions, reductions_over_dims, losses_of_rows)
+    cases = (embeddings, convolutions, *attention, *sums, products, batch_norms)
     for name, call, inputs in itertools.chain.from_iterable(make() for make in cases):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
         plain = [leaf(tensor) for tensor, _ in inputs]
