@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor
 from executor.resolve.parameter_layouts import ParameterLayouts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion, RecomputedCopy, recompute_copies
@@ -93,10 +94,15 @@ class ComputeLayoutForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stored = [cast(DTensor, layouts.parameter) for layouts in self._parameters]
         copies: dict[DTensor, RecomputedCopy] = {}
+        shown: dict[tuple[DTensor, Layout, Layout | None], Any] = {}
         try:
             for layouts, parameter in zip(self._parameters, stored, strict=True):
-                copy = run_function(_ToComputeLayout, parameter, self._redistributor, layouts, self._reduce_dtype)
-                layouts.owner._parameters[layouts.attribute] = copy
+                key = parameter, layouts.compute, layouts.gradient  # an opaque module may read it by several names
+                if key not in shown:
+                    shown[key] = run_function(
+                        _ToComputeLayout, parameter, self._redistributor, layouts, self._reduce_dtype
+                    )
+                copy = layouts.owner._parameters[layouts.attribute] = shown[key]
                 if layouts.compute != layouts.stored and not self._region:
                     copies[copy] = RecomputedCopy(self._redistributor.deferred(parameter, layouts.compute))
             with recompute_copies(copies):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.graph.op_graph import Op, OpGraph
+from planner.model_rewrites.opaque_op import OP_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,14 @@ class ParameterReaders:
         names: (op, value of a parameter) -> the FQN by which the op reads it.
         levels: FQN -> how many levels above the parameter's module its reader is; FQNs at level 0 are left out.
         calls: (op, value) -> the call of the reader.
+        tied: FQN by which an opaque module reads a parameter -> other FQNs of the parameter inside of the module, by
+            which it may read it as well.
     """
 
     names: Mapping[tuple[str, str], str]
     levels: Mapping[str, int]
     calls: Mapping[tuple[str, str], int]
+    tied: Mapping[str, tuple[str, ...]]
 
 
 def find_parameter_readers(graph: OpGraph) -> ParameterReaders:
@@ -42,9 +46,20 @@ def find_parameter_readers(graph: OpGraph) -> ParameterReaders:
         name = names[read] = _name_read_by(fqn, graph.parameters[read[1]])
         around = readers.setdefault(name, _components(name)[:-1])
         readers[name] = _common(around, _components(fqn))
+    tied: dict[str, tuple[str, ...]] = {}
+    for op in graph.ops:
+        opaque = _components(graph.calls[op.call].fqn)
+        for value in op.inputs if op.target_name == OP_NAME else ():
+            if (op.name, value) in names:
+                name = names[op.name, value]
+                inside = (n for n in graph.parameters[value] if _common(_components(n), opaque) == opaque)
+                tied[name] = tuple(n for n in inside if n != name)
+                readers.update(dict.fromkeys(tied[name], readers[name]))
     calls = {read: _call_of(graph, reading_calls[read], ".".join(readers[names[read]])) for read in names}
     levels = {name: len(_components(name)) - 1 - len(reader) for name, reader in readers.items()}
-    return ParameterReaders(names=names, levels={n: level for n, level in levels.items() if level}, calls=calls)
+    return ParameterReaders(
+        names=names, levels={n: level for n, level in levels.items() if level}, calls=calls, tied=tied
+    )
 
 
 def _reading_call(graph: OpGraph, op: Op, position: int) -> int:

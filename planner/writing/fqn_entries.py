@@ -212,7 +212,8 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
             layout = strategy.forward[position]
             if slot.origin == "parameter" and slot.parameter is not None and layout is not None:
                 if layout != by_value[slot.value.name].stored:
-                    entries.compute[slot.parameter] = layout
+                    names = (slot.parameter, *regions.readers.tied.get(slot.parameter, ()))
+                    entries.compute.update(dict.fromkeys(names, layout))
             elif slot.origin == "entry" and slot.boundary is not None:
                 port = _port(structure, decision, slot, links.get((region.index, position)), position, strategy)
                 if port is not None:

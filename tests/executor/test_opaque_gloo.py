@@ -21,6 +21,7 @@ SPLITS = {
     "rows found by values": {"": "0=0 1=0;mean"},
     "a derivative by the input": {"": "0=0 1=0;mean"},
     "labels that are counted": {"": ""},
+    "a tied weight": {"": ""},
     "labels of which one is padding": {"": ""},
     "a branch on a sum": {"": ""},
     "scaled by a buffer": {"scale": ""},

@@ -97,6 +97,20 @@ class CountedLabels(nn.Module):
         return F.cross_entropy(self.head(x)[kept], labels[kept])
 
 
+class TiedLabels(nn.Module):
+    """Two tables and a head of one weight, in a forward that averages over the labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other, self.head = nn.Embedding(24, 16), nn.Embedding(24, 16), nn.Linear(16, 24, bias=False)
+        self.other.weight = self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        kept = labels != -100
+        scores = self.head(self.table(ids) + self.other(ids.roll(1, 1)))
+        return F.cross_entropy(scores[kept], labels[kept])
+
+
 class PaddedLabels(nn.Module):
     """Averages over the labels that are no padding, which has a number of the module's own."""
 
@@ -198,6 +212,7 @@ VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "rows found by values": lambda: (PositiveRows(), (torch.randn(BATCH, 16), torch.randn(BATCH, 4))),
     "a derivative by the input": lambda: (EnergyAndForces(), (torch.randn(BATCH, 16), torch.randn(BATCH, 16))),
     "labels that are counted": lambda: (CountedLabels(), (torch.randn(BATCH, 6, 16), _labels())),
+    "a tied weight": lambda: (TiedLabels(), (torch.randint(0, 24, (BATCH, 6)), _labels())),
     "labels of which one is padding": lambda: (PaddedLabels(), (torch.randn(BATCH, 6, 16), _labels(4))),
     "a branch on a sum": lambda: (BranchesOnASum(), (torch.randn(BATCH, 16),)),
     "scaled by a buffer": lambda: (ScaledByStatistics(), (torch.randn(BATCH, 16),)),
