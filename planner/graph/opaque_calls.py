@@ -55,8 +55,8 @@ def opaque_calls(
         batch: samples of the calls that are returned.
 
     Raises:
-        ModelError: the sizes of a result depend on values, or do not grow with the batch; or a module writes to its
-            parameters.
+        ModelError: the sizes of a result depend on values, or do not grow with the batch; a module is given numbers
+            that are read from tensors; or it writes to its parameters.
     """
     few, more, other = (
         _recorded(module, opaque, with_batch(inputs, samples, count), seed)
@@ -69,6 +69,8 @@ def opaque_calls(
             raise ModelError(f"{type(part).__name__} is called as often as samples or values say.")
         if any(_shapes(one) != _shapes(two) for one, two in zip(few[part], other[part], strict=True)):
             raise ModelError(f"{type(part).__name__} returns as many elements as values say.")
+        if any(_numbers(one) != _numbers(two) for one, two in zip(few[part], other[part], strict=True)):
+            raise ModelError(f"{type(part).__name__} is given numbers that the module around it reads from tensors.")
         pairs = list(zip(few[part], more[part], strict=True))
         each = [_at_batch(part, first, second, batch, splits) for first, second in pairs]
         if any(call.split != each[0].split for call in each):
@@ -221,6 +223,12 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int, sp
         saved_arguments=few.saved_arguments | more.saved_arguments,
         split=splits.of(call),
     )
+
+
+def _numbers(recorded: _Recorded) -> list[int | float]:
+    """Return the numbers among the arguments, such as how many rows each expert has."""
+    leaves = pytree.tree_leaves((recorded.args, recorded.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, (int, float))]
 
 
 def _shapes(recorded: _Recorded) -> list[tuple[int, ...]]:

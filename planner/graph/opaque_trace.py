@@ -69,8 +69,11 @@ def trace_with_opaque(
 
 
 def _with_module(module: nn.Module, opaque: set[str], failing: str) -> set[str]:
-    """Return ``opaque`` with the module ``failing`` and those like it; with the one around it if it is in there."""
-    while failing and failing in opaque:
+    """Return ``opaque`` with the module ``failing`` and those like it; with one around them if it is in there.
+
+    An opaque module around ``failing`` is one that is never called itself, but whose methods are.
+    """
+    while failing and any(failing == name or _is_in(failing, name) for name in opaque):
         failing = failing.rpartition(".")[0]
     kind, pattern = type(module.get_submodule(failing)), _pattern(failing)
     alike = {name for name, part in module.named_modules() if type(part) is kind and _pattern(name) == pattern}

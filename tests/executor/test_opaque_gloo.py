@@ -17,6 +17,7 @@ from planner.plan.sharding_plan import ShardingPlan
 
 SPLITS = {
     "experts in a loop": {"blocks.*.experts": "0=0;0"},
+    "counts for a child": {"mixer": "0=0;0"},
     "experts that some ranks do not use": {"experts": "0=0;0"},
     "rows found by values": {"": "0=0 1=0;mean"},
     "a derivative by the input": {"": "0=0 1=0;mean"},

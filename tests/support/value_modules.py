@@ -33,6 +33,47 @@ class LoopedExperts(nn.Module):
         return result.view_as(x)
 
 
+class CountsForAChild(nn.Module):
+    """Experts of which the module around reads how many rows each has; a module between them is never called itself."""
+
+    class Matrices(nn.Module):
+        """Multiplies the rows of each expert, one after the other, by its matrix."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+        def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+            return torch.cat([part @ weight for part, weight in zip(rows.split(counts), self.weight, strict=True)])
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.matrices = nn.Linear(16, 4), CountsForAChild.Matrices()
+
+        def spread(self, tokens: Tensor) -> Tensor:
+            weights, chosen = self.router(tokens).softmax(-1).max(-1)
+            order = chosen.argsort(stable=True)
+            counts = F.one_hot(chosen, 4).sum(0).tolist()
+            mixed = self.matrices(tokens[order], counts) * weights[order, None]
+            return torch.zeros_like(tokens).index_add(0, order, mixed)
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = CountsForAChild.Experts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts.spread(x.flatten(0, 1)).view_as(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixer, self.last = nn.Linear(16, 16), self.Mixer(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mixer(self.first(x)))
+
+
 class SparseModel(nn.Module):
     """Blocks with an attention that can be traced, and experts that cannot."""
 
@@ -208,6 +249,7 @@ VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
         SparseModel(),
         (torch.randint(0, 24, (BATCH, 6)), torch.randint(0, 24, (BATCH, 6))),
     ),
+    "counts for a child": lambda: (CountsForAChild(), (torch.randn(BATCH, 6, 16),)),
     "experts that some ranks do not use": lambda: (ExpertsOfHalves(), (_unlike_halves(),)),
     "rows found by values": lambda: (PositiveRows(), (torch.randn(BATCH, 16), torch.randn(BATCH, 4))),
     "a derivative by the input": lambda: (EnergyAndForces(), (torch.randn(BATCH, 16), torch.randn(BATCH, 16))),
