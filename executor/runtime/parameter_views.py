@@ -97,7 +97,7 @@ class ComputeLayoutForward:
         shown: dict[tuple[DTensor, Layout, Layout | None], Any] = {}
         try:
             for layouts, parameter in zip(self._parameters, stored, strict=True):
-                key = parameter, layouts.compute, layouts.gradient  # an opaque module may read it by several names
+                key = parameter, layouts.compute, layouts.gradient  # a tied one is shown under several names
                 if key not in shown:
                     shown[key] = run_function(
                         _ToComputeLayout, parameter, self._redistributor, layouts, self._reduce_dtype

@@ -180,8 +180,16 @@ _WITHOUT_GRADIENT = frozenset(
 """Ops whose results need no gradient, whatever their inputs need."""
 
 
-def _ends_gradients(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._overloadpacket.__name__ in _WITHOUT_GRADIENT
+_LIKE_ANOTHER = frozenset({"type_as", "to", "view_as", "expand_as", "reshape_as"})
+"""Ops that read only the shape or the dtype of their second tensor, which gets no gradient from them."""
+
+
+def _differentiated(target: Any, sources: Sequence[Value]) -> Sequence[Value]:
+    """Return the inputs of an op that its backward may give a gradient."""
+    name = target._overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+    if name in _WITHOUT_GRADIENT:
+        return ()
+    return sources[:1] if name in _LIKE_ANOTHER else sources
 
 
 def output_value(
@@ -194,9 +202,9 @@ def output_value(
     written = written_input(target, len(sources))
     decisive = sources if written is None else [sources[written]]
     kind: ValueKind = "plain" if all(source.kind == "plain" for source in decisive) else "activation"
-    differentiable = grad_enabled and any(source.requires_grad for source in sources)
+    differentiable = grad_enabled and any(source.requires_grad for source in _differentiated(target, sources))
     has_gradient = dtype.is_floating_point or dtype.is_complex
-    requires_grad = differentiable and kind != "plain" and has_gradient and not _ends_gradients(target)
+    requires_grad = differentiable and kind != "plain" and has_gradient
     return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=requires_grad)
 
 

@@ -166,7 +166,8 @@ class _Profiler:
         """Return a key that is equal for ops that do the same to tensors that lie in memory in the same way."""
         signature = op_signature(op, tuple(self._graph.values[name] for name in op.inputs))
         root_nbytes = tuple(self._graph.values[self.tensors.root[name]].nbytes for name in op.inputs)
-        return signature, self.tensors.memory_key(op.inputs), root_nbytes, len(op.outputs)
+        has_backward = tuple(self._graph.values[name].requires_grad for name in op.outputs)
+        return signature, self.tensors.memory_key(op.inputs), root_nbytes, has_backward
 
     def _by_position(self, op: Op, profile: OpProfile) -> _ProfiledOp | None:
         """Return the profile with tensors by position; None if autograd saves a tensor that is no input or output."""

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.graph.op_graph import Op, OpGraph
-from planner.model_rewrites.opaque_op import OP_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +20,8 @@ class ParameterReaders:
         names: (op, value of a parameter) -> the FQN by which the op reads it.
         levels: FQN -> how many levels above the parameter's module its reader is; FQNs at level 0 are left out.
         calls: (op, value) -> the call of the reader.
-        tied: FQN by which an opaque module reads a parameter -> other FQNs of the parameter inside of the module, by
-            which it may read it as well.
+        tied: FQN by which a parameter is read -> its other FQNs inside of the reader by which nothing else reads it: a
+            graph does not tell by which of them the reader does.
     """
 
     names: Mapping[tuple[str, str], str]
@@ -47,14 +46,11 @@ def find_parameter_readers(graph: OpGraph) -> ParameterReaders:
         around = readers.setdefault(name, _components(name)[:-1])
         readers[name] = _common(around, _components(fqn))
     tied: dict[str, tuple[str, ...]] = {}
-    for op in graph.ops:
-        opaque = _components(graph.calls[op.call].fqn)
-        for value in op.inputs if op.target_name == OP_NAME else ():
-            if (op.name, value) in names:
-                name = names[op.name, value]
-                inside = (n for n in graph.parameters[value] if _common(_components(n), opaque) == opaque)
-                tied[name] = tuple(n for n in inside if n != name)
-                readers.update(dict.fromkeys(tied[name], readers[name]))
+    chosen = set(names.values())
+    for (_, value), name in names.items():
+        inside = (n for n in graph.parameters[value] if _common(_components(n), readers[name]) == readers[name])
+        tied[name] = tuple(n for n in inside if n not in chosen)
+    readers.update({alias: readers[name] for name, aliases in tied.items() for alias in aliases})
     calls = {read: _call_of(graph, reading_calls[read], ".".join(readers[names[read]])) for read in names}
     levels = {name: len(_components(name)) - 1 - len(reader) for name, reader in readers.items()}
     return ParameterReaders(

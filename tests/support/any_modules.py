@@ -53,6 +53,70 @@ class ReadsASibling(nn.Module):
         return self.last(self.scale(self.first(x), self.first.weight))
 
 
+class ReadsATiedBias(nn.Module):
+    """Reads a bias of its own by the name that a child has for it; nothing calls the child."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(32))
+            self.decoder = nn.Linear(16, 32)
+            self.decoder.bias = self.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.decoder.weight.t() + self.decoder.bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 16), self.Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).relu()).square().mean()
+
+
+class TwoStreams(nn.Module):
+    """Layers that project a few vectors beside each sample's tokens, and mix both; nobody reads the last vectors."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.out = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+        def forward(self, tokens: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+            queries, keys = self.query(tokens), self.key(vectors)
+            of_vectors = self.query(vectors).sigmoid()
+            mixed = self.out((queries @ keys.mT).softmax(-1) @ keys)
+            return tokens + mixed, vectors * of_vectors
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(4, 16))
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = self.vectors.expand(x.shape[0], -1, -1)
+        for layer in self.layers:
+            x, vectors = layer(x, vectors)
+        return x.square().mean()
+
+
+class MaskOfItsType(nn.Module):
+    """Makes a mask in the dtype of its activations, which needs no gradient, and gives it to a child."""
+
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (x @ x.mT - 100.0 * (1.0 - mask[None])).softmax(-1) @ x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixed = nn.Linear(16, 16), self.Mixed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        mask = torch.ones(x.shape[1], x.shape[1], device=x.device).tril().type_as(hidden)
+        return self.mixed(hidden, mask).square().mean()
+
+
 class UsesTwice(nn.Module):
     """Uses one weight before and after another module, so in two regions under one name."""
 
@@ -296,6 +360,9 @@ def _convolutions() -> nn.Module:
 MODULES: dict[str, Callable[[], Made]] = {
     "a child's weight": lambda: (ReadsItsChild(), (_rows(16),)),
     "a sibling's weight": lambda: (ReadsASibling(), (_rows(16),)),
+    "a tied bias": lambda: (ReadsATiedBias(), (_rows(16),)),
+    "two streams": lambda: (TwoStreams(), (_rows(6, 16),)),
+    "a mask of its type": lambda: (MaskOfItsType(), (_rows(6, 16),)),
     "one weight twice": lambda: (UsesTwice(), (_rows(16),)),
     "a teacher without gradients": lambda: (TeacherAndStudent(), (_rows(16),)),
     "two losses": lambda: (TwoLosses(), (_rows(16),)),
