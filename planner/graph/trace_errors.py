@@ -82,6 +82,13 @@ def _what_to_do(module: nn.Module, error: Exception) -> str:
         return "Leave torch.autocast out of forward: the plan's dtype casts parameters and inputs, as FSDP2 does."
     if "fake tensor in the exported program" in str(error):
         return "Do not write to parameters in forward, not through .data either: clip them after the optimizer's step."
+    if "FlexAttention" in str(error):
+        return (
+            "flex_attention is not planned: write it with F.scaled_dot_product_attention and a mask (for a model of "
+            "transformers, attn_implementation='sdpa')."
+        )
+    if "_ctc_loss" in str(error):
+        return "Return the log probabilities from forward, and compute the CTC loss from them in the training loop."
     return "Check that it runs on these inputs, and keep data-dependent control flow out of forward."
 
 

@@ -15,7 +15,7 @@ from planner.run.run_planner import RunPlanner
 from planner.search.least_memory import NEAR, LeastMemory, LeastMemoryResult, LeastMemorySearch, all_runs
 from planner.search.worker_context import SearchConstraints
 
-_ANSWER_S = 4.0
+_ANSWER_S = 3.0
 """Seconds that a refusal may take, from the start of tracing. What is not proved by then is reported as a bound."""
 
 _LEAST_S = 1.5

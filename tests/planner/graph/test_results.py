@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.any_modules import Recurrent, Residual, SelfAttention, TeacherAndStudent, TwoLosses
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from planner.errors import ModelError
 from planner.graph.nested_graph import NestedGraph
@@ -164,8 +165,23 @@ class Cast(nn.Module):
             return self.inner(x).float().sum()
 
 
+class Flexible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x)[:, None, None].expand(-1, 2, 128, -1)
+        return flex_attention(heads, heads, heads).sum()
+
+
 @pytest.mark.parametrize(
-    ("module", "what_to_do"), [(Clipped(), "Do not write to parameters"), (Cast(), "Leave torch.autocast out")]
+    ("module", "what_to_do"),
+    [
+        (Clipped(), "Do not write to parameters"),
+        (Cast(), "Leave torch.autocast out"),
+        (Flexible(), "write it with F.scaled_dot_product_attention"),
+    ],
 )
 def test_a_refusal_says_what_to_do(module: nn.Module, what_to_do: str) -> None:
     with pytest.raises(ModelError, match=what_to_do):
