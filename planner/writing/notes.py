@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -33,6 +34,13 @@ LATENTS_NOTE = (
     "does: an engine that multiplies queries by the projection instead is faster."
 )
 UNLIKE_DEVICES = "the devices differ, and all ranks do as much as the least of them can. What is not used"
+UNREAD_NOTE = (
+    "a call with these inputs ({inputs}) does not read {share:.0%} of the parameters: {names}. They are sharded, and "
+    "what they compute is not in the plan. Give example_inputs of a call that reads them, such as one with images."
+)
+_MUCH_UNREAD = 0.02
+"""Share of the parameters from which on a note says that they are not read; a pooler that a loss leaves out is less."""
+
 OPAQUE_NOTE = (
     "each of these runs as one op, because a trace cannot look inside or because it was named: {names}. It is split by "
     "samples only, or not at all where it says (whole). What it costs assumes random values."
@@ -60,6 +68,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if splits:
         opaque = (f"{name or 'the whole model'}{'' if split else ' (whole)'}" for name, split in splits.items())
         yield OPAQUE_NOTE.format(names=", ".join(opaque))
+    yield from _note_on_unread(traced.graph, module)
     optimizer = OPTIMIZERS[run.job.optimizer]
     if run.job.training and optimizer.not_on_dtensor is not None:
         yield f"shard_module does not run {optimizer.title}: {optimizer.not_on_dtensor}."
@@ -79,6 +88,33 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
             f"on the mesh {run.mesh}, {names} splits the batch only, with parameters replicated on it in compute: "
             "the gap is over such plans."
         )
+
+
+def _note_on_unread(graph: OpGraph, module: TracedModule) -> Iterator[str]:
+    """Yield a note on parameters that no op of ``graph`` reads, if they are many."""
+    read = {name for op in graph.ops for name in op.inputs}
+    sizes = {names: math.prod(graph.values[value].shape) for value, names in graph.parameters.items()}
+    unread = {names: sizes[names] for value, names in graph.parameters.items() if value not in read}
+    share = sum(unread.values()) / max(sum(sizes.values()), 1)
+    if share < _MUCH_UNREAD:
+        return
+    of_read = {part for names in sizes.keys() - unread.keys() for name in names for part in _around(name)}
+    # Of each parameter, the outermost module around it in which nothing is read.
+    outermost = {next(part for part in _around(name) if part not in of_read) for names in unread for name in names}
+    inputs = ", ".join(model_input.path for model_input in graph.inputs)
+    folded = list(fold_names(dict.fromkeys(sorted(outermost)), (*module.names.modules, *_names(graph))))
+    more = f" and {len(folded) - _NAMED} more" if len(folded) > _NAMED else ""
+    yield UNREAD_NOTE.format(inputs=inputs, share=share, names=", ".join(folded[:_NAMED]) + more)
+
+
+def _names(graph: OpGraph) -> list[str]:
+    return [name for names in graph.parameters.values() for name in names]
+
+
+def _around(name: str) -> list[str]:
+    """Return the modules around a parameter, the outermost first, and the parameter."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 _FUSED = "run as fused ops: "
