@@ -170,26 +170,20 @@ def writes_plain(op: Op, inputs: Sequence[Value]) -> bool:
     return written is not None and inputs[written].kind == "plain" and any(v.kind != "plain" for v in inputs)
 
 
-_WITHOUT_GRADIENT = frozenset(
-    {
-        *("detach", "detach_", "detach_copy"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty"),
-    }
-)
+_WITHOUT_GRADIENT = frozenset({
+    *("detach", "detach_", "detach_copy"),
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
+})  # fmt: skip
 """Ops whose results need no gradient, whatever their inputs need."""
-
 
 _LIKE_ANOTHER = frozenset({"type_as", "to", "view_as", "expand_as", "reshape_as"})
 """Ops that read only the shape or the dtype of their second tensor, which gets no gradient from them."""
 
 
 def _differentiated(target: Any, sources: Sequence[Value]) -> Sequence[Value]:
-    """Return the inputs of an op that its backward may give a gradient."""
     name = target._overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
-    if name in _WITHOUT_GRADIENT:
-        return ()
-    return sources[:1] if name in _LIKE_ANOTHER else sources
+    return () if name in _WITHOUT_GRADIENT else sources[:1] if name in _LIKE_ANOTHER else sources
 
 
 def output_value(

@@ -49,6 +49,11 @@ class OpaqueCosts(NamedTuple):
     ops: int
     backward_ops: int
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that both passes read and write."""
+        return self.nbytes + self.backward_nbytes
+
 
 class SampleSplit(NamedTuple):
     """How a call runs on each rank's samples.
@@ -136,6 +141,10 @@ class OpaqueArguments(NamedTuple):
     def costs(self) -> OpaqueCosts:
         """What the call costs."""
         return OpaqueCosts(*(a + b for a, b in zip(self.per_sample, self.fixed, strict=True)))
+
+    def on_rank(self, split: int) -> OpaqueCosts:
+        """Return what the call costs on one rank, where the samples are split into ``split`` parts."""
+        return OpaqueCosts(*(round(a / split + b) for a, b in zip(self.per_sample, self.fixed, strict=True)))
 
     @property
     def sample_split(self) -> SampleSplit | None:

@@ -155,8 +155,7 @@ class OpTimes:
         if local.context_work is not None:
             return self._context_parallel_attention(local.context_work, local)
         if op.target_name == experts.OP_NAME:
-            backward = profile.backward_flops > 0
-            return self._experts(local, backward)
+            return self._experts(local, profile.backward_flops > 0)
         if op.target_name == opaque_op.OP_NAME:
             return self._opaque(local)
         if profile.flops > 0 and op.target is ATTENTION:
@@ -361,29 +360,13 @@ class OpTimes:
     # --- other ops -----------------------------------------------------------------------------------------------
 
     def _opaque(self, local: LocalOp) -> OpTime:
-        """Return the seconds of an opaque module: its matrix multiplications, and after them all other ops.
-
-        The bytes of all other ops are those that every call has, and a share of those that come with the samples.
-        """
-        profile = local.profile
-        gemms = self._roofline(local._replace(profile=dataclasses.replace(profile, nbytes=0, backward_nbytes=0)))
-        arguments = opaque_op.OpaqueArguments(*local.op.args)
-        costs, fixed = arguments.costs, opaque_op.OpaqueCosts(*arguments.fixed)
-        split = local.flops_split
-        forward = round(fixed.nbytes + (costs.nbytes - fixed.nbytes) / split)
-        backward = round(fixed.backward_nbytes + (costs.backward_nbytes - fixed.backward_nbytes) / split)
-        if not profile.backward_nbytes:
-            backward = 0
-        on_rank = dataclasses.replace(
-            profile,
-            flops=0.0,
-            backward_flops=0.0,
-            nbytes=forward,
-            backward_nbytes=backward,
-            forward_dispatched=profile.forward_dispatched._replace(nbytes=forward),
-            backward_dispatched=profile.backward_dispatched._replace(nbytes=backward),
-        )
-        others = self._roofline(local._replace(profile=on_rank, bytes_fraction=1.0))
+        """Return the seconds of an opaque module: its matrix multiplications, and after them all other ops."""
+        profile, arguments = local.profile, opaque_op.OpaqueArguments(*local.op.args)
+        fraction = arguments.on_rank(local.flops_split).moved_nbytes / max(arguments.costs.moved_nbytes, 1)
+        no_bytes = dataclasses.replace(profile, nbytes=0, backward_nbytes=0)
+        no_flops = dataclasses.replace(profile, flops=0.0, backward_flops=0.0)
+        gemms = self._roofline(local._replace(profile=no_bytes))
+        others = self._roofline(local._replace(profile=no_flops, bytes_fraction=fraction))
         return OpTime(gemms.forward_s + others.forward_s, gemms.backward_s + others.backward_s)
 
     def _roofline(self, local: LocalOp) -> OpTime:
