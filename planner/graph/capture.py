@@ -387,3 +387,14 @@ def quiet_export() -> Iterator[None]:
         # Recurrent layers keep their parameters in a list as well.
         warnings.filterwarnings("ignore", "The tensor attributes? .*_flat_weights", UserWarning)
         yield
+
+
+def writes_in_place(body: torch.fx.GraphModule) -> bool:
+    """Return whether a nested graph writes to a tensor, which may be a buffer."""
+    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in body.graph.nodes)
+
+
+def outputs_of(graph_module: torch.fx.GraphModule) -> Any:
+    """Return the results of a nested graph, with meta tensors."""
+    results = graph_module.graph.output_node().args[0]
+    return pytree.tree_map(lambda n: n.meta["val"] if isinstance(n, torch.fx.Node) else n, results)

@@ -16,7 +16,9 @@ from planner.graph.capture import (
     ExampleInputs,
     export,
     op_target,
+    outputs_of,
     symbolic_trace,
+    writes_in_place,
 )
 from planner.graph.fold import find_repeated_blocks, without_repeated_blocks
 from planner.graph.op_graph import (
@@ -85,6 +87,14 @@ def _parameter_fqns(module: nn.Module) -> dict[int, tuple[str, ...]]:
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         fqns.setdefault(id(parameter), []).append(fqn)
     return {key: tuple(names) for key, names in fqns.items()}
+
+
+_MAY_RETURN_ITS_INPUT = frozenset(
+    {
+        *(getattr(torch.ops.aten.to, overload) for overload in torch.ops.aten.to.overloads()),
+        torch.ops.aten.contiguous.default,
+    }
+)
 
 
 @dataclass(slots=True)
@@ -177,12 +187,26 @@ class _GraphBuilder:
         ):
             source = self._node_values[node.args[0]]  # type: ignore[index]
             self._node_values[node] = source[node.args[1]]
+        elif self._is_the_parameter(node):
+            self._node_values[node] = self._node_values[node.args[0]]  # type: ignore[index]
         else:
             self._read_op(node, node.target)
 
     def _is_list(self, node: torch.fx.Node) -> bool:
         source = node.args[0]
         return isinstance(source, torch.fx.Node) and isinstance(self._node_values.get(source), (list, tuple))
+
+    def _is_the_parameter(self, node: torch.fx.Node) -> bool:
+        """Return whether an op returns the parameter that it is given, as a cast to the parameter's own dtype does.
+
+        A trace takes every later use of the parameter, in any module, for one of this result.
+        """
+        if node.target not in _MAY_RETURN_ITS_INPUT or any(argument is True for argument in node.args):
+            return False
+        given: Any = node.args[0]
+        source, kept = self._node_values[given], [each.meta["val"] for each in (given, node) if "val" in each.meta]
+        is_parameter = _is_value(source) and self._values[source.name].kind == "parameter"
+        return is_parameter and len({(each.dtype, each.stride()) for each in kept}) == 1
 
     def _read_marker(self, node: torch.fx.Node) -> None:
         direction, call_text, path = str(node.args[1]).split("|", 2)
@@ -246,12 +270,12 @@ class _GraphBuilder:
         if "wrap_with_set_grad_enabled" in str(target):
             grad_enabled, submodule_node, *rest = args
             target, args = self._node_values[submodule_node], tuple(rest)
-            if _writes_in_place(target) or self._reads_more_than_plain(args):
+            if writes_in_place(target) or self._reads_more_than_plain(args):
                 self._node_values[node] = self._read_body(node.name, target, args, grad_enabled)
                 return
             result = submodule_node.meta.get("val", result) if result is None else result
             if result is None:
-                result = _outputs_of(target)
+                result = outputs_of(target)
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             self._node_values[node] = result
             return
@@ -374,14 +398,3 @@ def _is_node(leaf: Any) -> bool:
 
 def _is_value(leaf: Any) -> bool:
     return isinstance(leaf, _ValueInModule)
-
-
-def _writes_in_place(body: torch.fx.GraphModule) -> bool:
-    """Return whether a nested graph writes to a tensor, which may be a buffer."""
-    targets = [node.target for node in body.graph.nodes if node.op == "call_function"]
-    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
-
-
-def _outputs_of(graph_module: torch.fx.GraphModule) -> Any:
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    return pytree.tree_map(lambda n: n.meta["val"] if isinstance(n, torch.fx.Node) else n, output.args[0])

@@ -44,6 +44,7 @@ RANDOM = (
     "a child's weight",
     "a sibling's weight",
     "a tied bias",
+    "a tied vector that is cast",
     "two streams",
     "a mask of its type",
     "one weight twice",

@@ -17,6 +17,7 @@ from support.losses_in_forward import (
     TwoLosses,
     TwoTowers,
 )
+from support.shared_parameters import CastsATiedVector, ReadsASibling, ReadsATiedBias, ReadsItsChild, UsesTwice
 from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
@@ -25,53 +26,6 @@ BATCH = 8
 _BART_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 
 Made = tuple[nn.Module, tuple[Any, ...] | dict[str, Any]]
-
-
-class ReadsItsChild(nn.Module):
-    """Reads the weight of a child that it never calls, as `nn.MultiheadAttention` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.act, self.out = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.act(F.linear(x, self.inner.weight, self.inner.bias)))
-
-
-class ReadsASibling(nn.Module):
-    """Passes the weight of one child to another."""
-
-    class Scale(nn.Module):
-        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return x * weight.sum(1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.scale, self.last = nn.Linear(16, 32), self.Scale(), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.scale(self.first(x), self.first.weight))
-
-
-class ReadsATiedBias(nn.Module):
-    """Reads a bias of its own by the name that a child has for it; nothing calls the child."""
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.randn(32))
-            self.decoder = nn.Linear(16, 32)
-            self.decoder.bias = self.bias
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.decoder.weight.t() + self.decoder.bias
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(16, 16), self.Head()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.first(x).relu()).square().mean()
 
 
 class TwoStreams(nn.Module):
@@ -115,17 +69,6 @@ class MaskOfItsType(nn.Module):
         hidden = self.first(x)
         mask = torch.ones(x.shape[1], x.shape[1], device=x.device).tril().type_as(hidden)
         return self.mixed(hidden, mask).square().mean()
-
-
-class UsesTwice(nn.Module):
-    """Uses one weight before and after another module, so in two regions under one name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.act = nn.Parameter(torch.randn(16, 32) / 4), nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x @ self.weight) @ self.weight.T
 
 
 class SelfAttention(nn.Module):
@@ -361,6 +304,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a child's weight": lambda: (ReadsItsChild(), (_rows(16),)),
     "a sibling's weight": lambda: (ReadsASibling(), (_rows(16),)),
     "a tied bias": lambda: (ReadsATiedBias(), (_rows(16),)),
+    "a tied vector that is cast": lambda: (CastsATiedVector(), (torch.randint(0, 24, (BATCH, 6)),)),
     "two streams": lambda: (TwoStreams(), (_rows(6, 16),)),
     "a mask of its type": lambda: (MaskOfItsType(), (_rows(6, 16),)),
     "one weight twice": lambda: (UsesTwice(), (_rows(16),)),

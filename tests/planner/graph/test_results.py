@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.any_modules import Recurrent, Residual, SelfAttention, TeacherAndStudent, TwoLosses
+from support.any_modules import Recurrent, Residual, SelfAttention
+from support.losses_in_forward import TeacherAndStudent, TwoLosses
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from support.any_modules import ReadsASibling, ReadsItsChild, SelfAttention, UsesTwice
+from support.any_modules import SelfAttention
+from support.shared_parameters import ReadsASibling, ReadsItsChild, UsesTwice
 from torch import nn
 
 from planner.graph.capture import to_meta
