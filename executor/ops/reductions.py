@@ -1,7 +1,7 @@
 """Sums and means of all elements or over the first dim, and losses, of tensors that are split.
 
-Each rank reduces its piece, then all do: the result is whole on the axes that split what is reduced. The backward pass
-needs no communication. Rules: ``planner.strategies.reduction_rules``.
+Each rank reduces its piece, then all do: the result is whole on the axes that split what is reduced. In the backward
+its gradient is reduced where it arrives as a partial sum. Rules: ``planner.strategies.reduction_rules``.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 def _reduced_dims(
     count: int, dim: int | Sequence[int] | None = None, keepdim: bool = False, **options: Any
 ) -> frozenset[int] | None:
-    """Return the dims of ``count`` that a call reduces, if the first is among them; None: it is not, or unknown."""
-    if set(options) - {"dtype"}:
+    """Return the dims of ``count`` that a call reduces, if the first is among them; None: it is not, or unknown.
+
+    Torch takes ``axis`` and ``keepdims`` as well, as NumPy does.
+    """
+    dim = options.pop("axis", dim)
+    if set(options) - {"dtype", "keepdims"}:
         return None
     given = (dim,) if isinstance(dim, int) else tuple(dim or ())
     dims = frozenset(each % count for each in given) if given and count else frozenset(range(count))

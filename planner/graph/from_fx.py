@@ -199,10 +199,10 @@ class _GraphBuilder:
     def _is_the_parameter(self, node: torch.fx.Node) -> bool:
         """Return whether an op returns the parameter that it is given, as a cast to the parameter's own dtype does.
 
-        A trace takes every later use of the parameter, in any module, for one of this result.
+        A trace takes all later uses of the parameter, in any module, for uses of this result.
         """
-        if node.target not in _MAY_RETURN_ITS_INPUT or any(argument is True for argument in node.args):
-            return False
+        if node.target not in _MAY_RETURN_ITS_INPUT or any(a is True for a in (*node.args, *node.kwargs.values())):
+            return False  # with copy=True it never does
         given: Any = node.args[0]
         source, kept = self._node_values[given], [each.meta["val"] for each in (given, node) if "val" in each.meta]
         is_parameter = _is_value(source) and self._values[source.name].kind == "parameter"

@@ -130,6 +130,7 @@ def reductions_over_dims() -> Iterator[tuple[str, Call, Inputs]]:
         yield "in another dtype", lambda x: torch.mean(x, dim=0, dtype=torch.float64).square(), ((x, layout),)
         yield "counted", lambda x: x.sum(0) * (x > 0).sum(0), ((x, layout),)
         yield "all dims", lambda x: x.mean((0, 1, 2)).exp(), ((x, layout),)
+        yield "as in NumPy", lambda x: x.sum(axis=0, keepdims=True).exp(), ((x, layout),)
         yield "twice", lambda x: (2 * x).mean(0).square().sum(0), ((x, layout),)
         yield "other dims", lambda x: x.sum(1), ((x, layout),)
 
