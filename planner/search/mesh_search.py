@@ -156,7 +156,8 @@ class MeshSearch(BranchAndBound[_Node]):
         """Solve a run that probably fits.
 
         It is the one in the largest micro-batches that the outer axis divides, without checkpointing, where that needs
-        little of the memory, since this is then often the fastest; or else the one with the least memory.
+        little of the memory; or else the one with the least memory. The first is often the fastest on its mesh, so that
+        it is solved exactly if there is no other.
         """
         if self.is_over:
             return
@@ -168,7 +169,7 @@ class MeshSearch(BranchAndBound[_Node]):
             mesh=mesh,
             micro_batches=splitting[0] if fits_easily else splitting[-1],
             ac=modes[0] if fits_easily else modes[-1],
-            mip_gap=None if fits_easily else _FIRST_PLAN_GAP,
+            mip_gap=None if fits_easily and len(self._meshes) == 1 else _FIRST_PLAN_GAP,
             left_s=self.spec.left_s,
             least_solve_s=_FIRST_PLAN_S,
         )
