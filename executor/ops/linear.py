@@ -105,6 +105,17 @@ def contiguous_dtensor(
     return make_dtensor(local, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
 
 
+def without_repeats(redistributor: Redistributor, x: DTensor) -> DTensor:
+    """Return ``x``; where it is expanded, such as queries that all samples share, a copy, as torch saves for a linear.
+
+    What is saved is then no view of a parameter, which the backward would gather again.
+    """
+    local = local_of(x)
+    if all(stride or size < 2 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        return x
+    return contiguous_dtensor(redistributor, local.contiguous(), placements_of(x), x.shape)
+
+
 class _Linear(torch.autograd.Function):
     """A covered linear layer. DTensor runs the backward if the gradient arrives in a layout that is not covered."""
 
@@ -113,7 +124,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, redistributor: Redistributor, layout: Layout
     ) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        saved = without_repeats(redistributor, x) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(saved, weight if ctx.needs_input_grad[0] else None)
         ctx.redistributor, ctx.x_layout, ctx.shape = redistributor, placements_of(x), tuple(x.shape)
         ctx.weight_layout, ctx.weight_shape = placements_of(weight), tuple(weight.shape)
         return run_linear(redistributor, x, weight, bias, layout)

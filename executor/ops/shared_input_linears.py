@@ -32,6 +32,7 @@ from executor.ops.linear import (
     placements_of,
     run_linear,
     weight_gradients,
+    without_repeats,
 )
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import current_backward_pass, local_of, run_function
@@ -151,7 +152,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, total: _InputGradient) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        saved = without_repeats(total.redistributor, x) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(saved, weight)
         ctx.total, ctx.shape, ctx.x_layout = total, tuple(x.shape), placements_of(x)
         bias_layout = None if bias is None else placements_of(bias)
         layout = linear_layout(ctx.x_layout, placements_of(weight), bias_layout, last_dim=x.dim() - 1)

@@ -14,7 +14,8 @@ so that a redistribution of an argument is shared with the rest of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -68,8 +69,8 @@ def apply_fsdp_groups(
     )
     after_step = ReshardAfterStep(module, reduction)
     for group in groups:
-        fsdp_module = _fully_shard(module, group, device_mesh, policy, form)
-        _ArgumentAliases(shared).attach(module.get_submodule(group.fqn))
+        with _argument_aliases(module.get_submodule(group.fqn), shared):
+            fsdp_module = _fully_shard(module, group, device_mesh, policy, form)
         after_step.add(fsdp_module, after_step=group.reshard_after is ReshardAfter.STEP)
         if on_meta:
             fsdp_internals.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
@@ -254,30 +255,29 @@ def _wrong_gradient(item: FsdpParameter, layout: Layout, expected: Layout) -> Pl
     )
 
 
-class _ArgumentAliases:
-    """Two forward pre-hooks, one before and one after torch's own, that register views of arguments as aliases.
+@contextmanager
+def _argument_aliases(module: nn.Module, shared: SharedRedistributions) -> Iterator[None]:
+    """Within this context, ``fully_shard`` is applied to ``module``; views of its arguments become their aliases.
 
     torch's hook passes a module views of its arguments, to learn when the module's backward is over. Without aliases,
-    two blocks that need one tensor (an encoder's output, say) in the same layout would each redistribute it.
+    two blocks that need one tensor (an encoder's output, say) in the same layout would each redistribute it. The hooks
+    here run right before and right after torch's, and before those that redistribute arguments.
     """
+    originals: list[torch.Tensor] = []
 
-    def __init__(self, shared: SharedRedistributions) -> None:
-        self._shared = shared
-        self._originals: list[torch.Tensor] = []
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        originals[:] = _tensors(args, kwargs)
 
-    def attach(self, module: nn.Module) -> None:
-        """Hook ``module``, to which ``fully_shard`` has been applied."""
-        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        module.register_forward_pre_hook(self._after, with_kwargs=True)
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._originals = _tensors(args, kwargs)
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        originals, self._originals = self._originals, []
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for original, alias in zip(originals, _tensors(args, kwargs), strict=True):
             if alias is not original:
-                self._shared.add_alias(alias, original)
+                shared.add_alias(alias, original)
+        originals.clear()
+
+    # Each goes before all hooks that the module has by then.
+    module.register_forward_pre_hook(after, with_kwargs=True, prepend=True)
+    yield
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from support.selected import selected
 from support.trained_steps import Errors, errors_in_steps
 from torch import nn
 
+from executor.verify import verify
 from planner import build_plan
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -46,6 +47,8 @@ RANDOM = (
     "a tied bias",
     "a tied vector that is cast",
     "two streams",
+    "shared queries",
+    "scores and places",
     "a mask of its type",
     "one weight twice",
     "identity",
@@ -104,3 +107,11 @@ def test_what_is_not_called_has_no_fsdp_group() -> None:
     assert plan.verification is not None
     assert plan.verification.outcome == "as-planned"
     assert not plan.fully_shard
+
+
+@pytest.mark.parametrize("name", ["shared queries", "scores and places"])
+@pytest.mark.parametrize("seed", [0, 4, 7, 11, 13])
+def test_random_plans_run_as_planned(name: str, seed: int) -> None:
+    plan = plan_of(name, f"random:{seed}")
+    module, inputs = made(name)
+    assert verify(module, plan, inputs).equal

@@ -54,6 +54,37 @@ class TwoStreams(nn.Module):
         return x.square().mean()
 
 
+class SharedQueries(nn.Module):
+    """Learned queries, the same for all samples, that attend to each sample's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(4, 16))
+        self.query, self.key, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.expand(x.shape[0], -1, -1)
+        mixed = (self.query(queries) @ self.key(x).mT).softmax(-1) @ x
+        return self.last(queries + mixed).square().mean()
+
+
+class ScoresAndPlaces(nn.Module):
+    """Lists of heads, which FSDP takes for blocks, that read the same features at two scales, as detectors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.coarser = nn.Sequential(nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.scores, self.places = (nn.ModuleList(nn.Conv2d(16, n, 1) for _ in range(2)) for n in (8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.features(x)
+        levels = (first, self.coarser(first))
+        scores = [score(level).flatten(2) for score, level in zip(self.scores, levels, strict=True)]
+        places = [place(level).flatten(2) for place, level in zip(self.places, levels, strict=True)]
+        return torch.cat(scores, 2).square().mean() + torch.cat(places, 2).abs().mean()
+
+
 class MaskOfItsType(nn.Module):
     """Makes a mask in the dtype of its activations, which needs no gradient, and gives it to a child."""
 
@@ -306,6 +337,8 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a tied bias": lambda: (ReadsATiedBias(), (_rows(16),)),
     "a tied vector that is cast": lambda: (CastsATiedVector(), (torch.randint(0, 24, (BATCH, 6)),)),
     "two streams": lambda: (TwoStreams(), (_rows(6, 16),)),
+    "shared queries": lambda: (SharedQueries(), (_rows(6, 16),)),
+    "scores and places": lambda: (ScoresAndPlaces(), (_rows(3, 16, 16),)),
     "a mask of its type": lambda: (MaskOfItsType(), (_rows(6, 16),)),
     "one weight twice": lambda: (UsesTwice(), (_rows(16),)),
     "a teacher without gradients": lambda: (TeacherAndStudent(), (_rows(16),)),
