@@ -271,8 +271,12 @@ class TracedJob:
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
         """Return the function mesh -> restriction of choices by the planner and the pins; None: no restriction."""
+        known: dict[MeshSpec, Restriction | None] = {}  # one object for a mesh, so that its programs can be reused
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
-            return pins.restrict(mesh, baselines.restriction_of(name, mesh, self._tp_plan, self._analysis.graph))
+            if mesh not in known:
+                restriction = baselines.restriction_of(name, mesh, self._tp_plan, self._analysis.graph)
+                known[mesh] = pins.restrict(mesh, restriction)
+            return known[mesh]
 
         return restrict if name in baselines.NAMES else pins.on

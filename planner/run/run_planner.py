@@ -239,7 +239,7 @@ class RunPlanner:
             cutoff_s: step time in seconds at or above which a plan is not wanted.
             peak: whether the program has the peak memory; otherwise it has only static memory.
         """
-        key = (run, mesh_bound, cutoff_s, peak)  # the bounds hold for one restriction
+        key = (run, restriction, mesh_bound, cutoff_s, peak)
         if mesh_bound is not None and self._last is not None and self._last[0] == key:
             return self._last[1]  # a run is relaxed, and then solved
         is_filtered = mesh_bound is not None and math.isfinite(cutoff_s)
