@@ -8,7 +8,7 @@ The executor runs these ops by the same rules (``executor.ops.dispatch``).
 on two axes.
 `cross_entropy_loss`  DTensor all-gathers vocabulary-sharded logits, and averages over ranks that ignore different
 numbers of labels.
-`sum`, `mean` to one number, losses  `planner.strategies.reduction_rules`.
+`sum`, `mean` to one number or over the first dim, losses  `planner.strategies.reduction_rules`.
 `scaled_dot_product_attention`  DTensor decomposes it where it has no rule for the kernel. The rules shard the batch,
 heads, or the sequence (context parallelism: `planner.strategies.context_parallel`).
 `matmul`, `mm` of two activations  DTensor would gather one factor unasked (`planner.strategies.matmul_rules`).

@@ -1,7 +1,8 @@
 """Rules of reductions to one number or over the first dim, and of losses, which users mostly average over the batch.
 
 DTensor leaves the mean of a split tensor as an average over ranks, which nothing after it can read, and has no rule for
-several losses. The executor reduces the result at once (``executor.ops.reductions``): what follows has it whole.
+several losses. The executor reduces the result at once (``executor.ops.reductions``): what follows has it whole. Sums
+over other dims than the first, such as those of a norm over features, are left to DTensor: few plans split those dims.
 """
 
 from __future__ import annotations

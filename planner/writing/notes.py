@@ -35,7 +35,7 @@ LATENTS_NOTE = (
 )
 UNLIKE_DEVICES = "the devices differ, and all ranks do as much as the least of them can. What is not used"
 UNREAD_NOTE = (
-    "a call with these inputs ({inputs}) does not read {share:.0%} of the parameters: {names}. They are sharded, and "
+    "a call with these inputs ({inputs}) does not read {share:.0%} of the parameters: {names}. They have layouts, and "
     "what they compute is not in the plan. Give example_inputs of a call that reads them, such as one with images."
 )
 _MUCH_UNREAD = 0.02

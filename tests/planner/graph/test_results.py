@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.any_modules import Recurrent, Residual, SelfAttention
 from support.losses_in_forward import TeacherAndStudent, TwoLosses
 from torch import Tensor, nn
@@ -164,6 +165,23 @@ class Cast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
             return self.inner(x).float().sum()
+
+
+class Spoken(nn.Module):
+    """Compares what it hears with texts; the number of frames follows from an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        scores = self.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, torch.ones(len(x), 3, dtype=torch.long), (lengths - 1) // 2 - 1, lengths // 8)
+
+
+def test_a_loss_of_lengths_is_left_to_the_loop() -> None:
+    with pytest.raises(ModelError, match="compute the CTC loss from them in the training loop"):
+        graph_of(Spoken(), torch.zeros(8, 12, 16), torch.full((8,), 24))
 
 
 class Flexible(nn.Module):
