@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class VerifyReport:
     def equal(self) -> bool:
         """Whether there are no differences."""
         return not self.differences
+
+    def __str__(self) -> str:
+        """Return what ``shardplan verify`` prints."""
+        text: str = importlib.import_module("api.render.plan").verification_text(self.to_dict())
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""

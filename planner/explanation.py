@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -72,6 +73,11 @@ class Explanation:
     memory_bytes: int
     tolerance_s: float
     alternatives: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        """Return the tables that ``shardplan explain`` prints."""
+        text: str = importlib.import_module("api.render.explanation").explanation_text(self)
+        return text
 
 
 def explain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,13 @@ def _difference(alternative: Alternative, explanation: Explanation) -> dict[str,
         return {"difference_s": None, "collectives_difference_s": None}
     parts, collectives = difference(alternative.estimate, explanation.plan)
     return {"difference_s": dict(parts), "collectives_difference_s": dict(collectives)}
+
+
+def explanation_text(explanation: Explanation) -> str:
+    """Return what `show_explanation` prints."""
+    printed = io.StringIO()
+    show_explanation(explanation, Console(file=printed, highlight=False, width=160))
+    return printed.getvalue().rstrip("\n")
 
 
 def show_explanation(explanation: Explanation, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,24 +64,28 @@ def print_lines(lines: Sequence[str], console: Console) -> None:
         console.print(Text(line, style=style), soft_wrap=True)
 
 
+def plan_text(plan: ShardingPlan) -> str:
+    """Return a plan as ``print(plan)`` shows it: with the Python to type next, not commands."""
+    return "\n".join(_lines(plan, _next_statements(plan)))
+
+
 def plan_lines(
     plan: ShardingPlan, *, details: bool = False, cost: RunCost | None = None, file: str | None = None
 ) -> list[str]:
     """Return a plan as lines of at most 80 columns; the arguments are those of `show_plan`."""
+    lines = _lines(plan, next_lines(plan, file, details=details), cost)
+    return lines + (detail_lines(plan) if details else [])
+
+
+def _lines(plan: ShardingPlan, following: list[str], cost: RunCost | None = None) -> list[str]:
     loud = warnings(plan)
     parts = [[*headline(plan), *assumed(plan), *loud], figures(plan, cost), mesh_lines(plan), layout_lines(plan)]
     if plan.pipeline is not None:
         parts.append(stage_lines(plan.pipeline))
     if plan.estimate is not None:
         parts += [_memory(plan, plan.estimate), _time(plan.estimate, plan.job, plan.pipeline)]
-    parts += [
-        technique_lines(plan),
-        comparison_lines(plan),
-        optimality_lines(plan),
-        next_lines(plan, file, details=details),
-    ]
-    lines = [line for part in parts if part for line in (*part, "")][:-1]
-    return lines + (detail_lines(plan) if details else [])
+    parts += [technique_lines(plan), comparison_lines(plan), optimality_lines(plan), following]
+    return [line for part in parts if part for line in (*part, "")][:-1]
 
 
 def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
@@ -134,8 +139,7 @@ def next_lines(plan: ShardingPlan, file: str | None, *, details: bool) -> list[s
     """Return the commands to type next, each with what it does."""
     name, model = file or "plan.json", plan.model or "MODEL"
     lines = [] if file is not None else fold("add -o plan.json to the command", "Save it     ")
-    runs = plan.pipeline is None and not plan.job.async_tp
-    if runs:
+    if _runs(plan):
         lines += fold(f"shardplan verify {model} {name}", "Verify it   ")
         cluster = cluster_of(plan)
         nodes, each = (1, plan.mesh.size) if cluster is None else (cluster.nodes, cluster.devices_per_node)
@@ -143,11 +147,35 @@ def next_lines(plan: ShardingPlan, file: str | None, *, details: bool) -> list[s
         lines += fold(f"torchrun {where}--nproc-per-node {each} YOUR_SCRIPT.py", "Run it      ")
         lines += fold("(with executor.shard_module, as the README shows)", " " * 12)
     if not details:
-        quiet = [note for note in plan.notes if not note.startswith(LOUD_NOTES)]
-        notes = f" (and {len(quiet)} note{'s' if len(quiet) > 1 else ''})" if quiet else ""
-        lines += fold(f"shardplan show {name} --details{notes}", "Details     ")
+        lines += fold(f"shardplan show {name} --details{_quiet_notes(plan)}", "Details     ")
         lines += fold(f"shardplan report {name} -o plan.html", "Look at it  ")
     return lines
+
+
+def _next_statements(plan: ShardingPlan) -> list[str]:
+    """Return the lines of Python to type next, each with what it does."""
+    lines = fold('plan.save("plan.json")', "Save it     ")
+    if _runs(plan):
+        lines += fold("shard_module(model, device_mesh_for(plan), plan)", "Run it      ")
+    lines += fold(f"shardplan show plan.json --details{_quiet_notes(plan)}", "Details     ")
+    return lines + fold("shardplan report plan.json -o plan.html", "Look at it  ")
+
+
+def _runs(plan: ShardingPlan) -> bool:
+    return plan.pipeline is None and not plan.job.async_tp
+
+
+def _quiet_notes(plan: ShardingPlan) -> str:
+    """Return how many notes only the details show, as text."""
+    quiet = sum(not note.startswith(LOUD_NOTES) for note in plan.notes)
+    return f" (and {quiet} note{'s' if quiet > 1 else ''})" if quiet else ""
+
+
+def verification_text(report: Mapping[str, Any]) -> str:
+    """Return what `show_verification` prints."""
+    printed = io.StringIO()
+    show_verification(report, Console(file=printed, highlight=False, width=160))
+    return printed.getvalue().rstrip("\n")
 
 
 def show_verification(report: Mapping[str, Any], console: Console) -> None:

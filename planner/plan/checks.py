@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import Layout, MeshSpec, format_layout, sharded_dim
 from planner.errors import MeshError, PlanKeyError, PlanLayoutError, PlanTypeError
+from planner.plan.estimate import Pipeline
+from planner.plan.mesh import PlanMesh
 from planner.plan.ports import Port, is_layout
 from planner.plan.token_order import ZigzagOrder
 
@@ -113,3 +115,17 @@ def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:
     if name in ("plan", "compute_plan") and any(placement.is_partial() for placement in layout):
         detail = f"{name} gives {key!r} the layout {text}, but a parameter cannot be partial."
         raise PlanLayoutError(detail, field=name, key=key, what_to_do="Shard or replicate it on that axis.")
+
+
+def check_pipeline(pipeline: Pipeline, mesh: PlanMesh) -> None:
+    """Raise a `MeshError` unless ``mesh`` has a rank for each stage, and the schedule is one of its chunks."""
+    if (mesh.names[0], mesh.shape[0]) != ("pp", len(pipeline.stages)):
+        raise MeshError(
+            f"A pipeline of {len(pipeline.stages)} stages on the mesh {mesh}.",
+            what_to_do="Give the mesh an outermost axis pp with one rank for each stage.",
+        )
+    if (pipeline.chunks > 1) != (pipeline.schedule == "interleaved"):
+        raise MeshError(
+            f"Stages of {pipeline.chunks} chunks in the schedule {pipeline.schedule}.",
+            what_to_do="Give the schedule interleaved and chunks above 1, or neither.",
+        )

@@ -14,7 +14,7 @@ from cost_model.layouts.layout import Layout, LayoutError, MeshSpec, parse_layou
 from planner.errors import MeshError, PlanError, PlannerError
 from planner.plan import document as plan_document
 from planner.plan import file as plan_file
-from planner.plan.checks import check_layout, check_names, check_ports, check_zigzag_order, wrong_type
+from planner.plan.checks import check_layout, check_names, check_pipeline, check_ports, check_zigzag_order, wrong_type
 from planner.plan.document import FORMAT_VERSION
 from planner.plan.estimate import (
     BaselinePrice,
@@ -354,13 +354,22 @@ class ShardingPlan:
         """
         return cls.from_dict(plan_file.read_json(path), file=os.fspath(path))
 
-    def _repr_html_(self) -> str:
-        """Return the plan as a table and bars, as Jupyter shows it.
+    def __repr__(self) -> str:
+        """Return one line: the fields of a plan, its layouts, figures and collectives, fill hundreds of kilobytes."""
+        step = self.estimate
+        said = "" if step is None else f", {step.step_time_s:.4g} s, {step.peak_memory_bytes:,} bytes"
+        return f"<ShardingPlan: {len(self.plan)} keys, mesh {self.mesh}{said}>"
 
-        `api.view.notebook` draws it, and is found by its name: this package imports nothing of ``api``.
+    def __str__(self) -> str:
+        """Return the plan as ``shardplan show`` prints it.
+
+        The functions of ``api`` that print and draw plans are found by their names: this package imports nothing of it.
         """
-        html: str = importlib.import_module("api.view.notebook").plan_html(self)
-        return html
+        return str(importlib.import_module("api.render.plan").plan_text(self))
+
+    def _repr_html_(self) -> str:
+        """Return the plan as a table and bars, as Jupyter shows it."""
+        return str(importlib.import_module("api.view.notebook").plan_html(self))
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
@@ -386,15 +395,7 @@ def _check_containers(plan: ShardingPlan) -> None:
     for key, mode in plan.activation_checkpointing.items():
         if mode not in ("full", "selective"):
             raise wrong_type("activation_checkpointing", key, mode, 'Give "full" or "selective".')
-    if plan.pipeline is not None and (plan.mesh.names[0], plan.mesh.shape[0]) != ("pp", len(plan.pipeline.stages)):
-        raise MeshError(
-            f"A pipeline of {len(plan.pipeline.stages)} stages on the mesh {plan.mesh}.",
-            what_to_do="Give the mesh an outermost axis pp with one rank for each stage.",
-        )
-    if plan.pipeline is not None and (plan.pipeline.chunks > 1) != (plan.pipeline.schedule == "interleaved"):
-        raise MeshError(
-            f"Stages of {plan.pipeline.chunks} chunks in the schedule {plan.pipeline.schedule}.",
-            what_to_do="Give the schedule interleaved and chunks above 1, or neither.",
-        )
+    if plan.pipeline is not None:
+        check_pipeline(plan.pipeline, plan.mesh)
     if plan.micro_batches < 1:
         raise MeshError(f"A plan has {plan.micro_batches} micro-batches.", what_to_do="Give at least 1.")

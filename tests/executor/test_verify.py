@@ -181,7 +181,9 @@ def test_the_report_has_the_differences() -> None:
     case = data_parallel("mlp")
     model, batch = make_model("mlp"), make_batch("mlp")
     rows = observed_collectives(model, case.plan, batch)
-    assert verify(model, estimated(case.plan, rows), batch).equal
+    report = verify(model, estimated(case.plan, rows), batch)
+    assert report.equal
+    assert str(report).startswith("Verified: ")
     missing = next(iter(rows))
     del rows[missing]
     report = verify(model, estimated(case.plan, rows), batch)
@@ -190,6 +192,8 @@ def test_the_report_has_the_differences() -> None:
     assert (difference.kind, difference.axis, difference.expected) == (missing.kind, missing.axis, 0)
     assert report.to_dict()["differences"] == [dataclasses.asdict(difference)]
     assert report.to_dict()["equal"] is False
+    assert "differ" in str(report)
+    assert missing.kind in str(report)
 
 
 def test_a_redistribution_that_dtensor_runs_by_itself_is_counted() -> None:

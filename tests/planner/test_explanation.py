@@ -40,6 +40,8 @@ def test_the_chosen_layout_is_the_plans_and_no_other_is_faster(planned: tuple) -
                 parts, _ = difference(row.estimate, plan.estimate)
                 slower_s = row.estimate.step_time_s - plan.estimate.step_time_s
                 assert sum(parts.values()) == pytest.approx(slower_s, abs=0.02 * plan.estimate.step_time_s)
+    assert str(found).startswith("model.layers.0.mlp.gate_proj.weight, with")
+    assert "Computed as" in str(found)
 
 
 def check_against_pins(planned: tuple, parameter: str, *, chosen_alone: bool) -> None:

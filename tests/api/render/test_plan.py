@@ -198,3 +198,23 @@ def test_details_hold_what_is_left_out_above() -> None:
         assert said in long
         assert said not in short
     assert "--details (and 1 note)" in short
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_print_of_a_plan_shows_what_show_does_and_the_statements_to_type_next(name: str) -> None:
+    plan = PLANS[name]()
+    head, _, following = str(plan).rpartition("\n\n")
+    assert head == "\n".join(plan_lines(plan)).rpartition("\n\n")[0]
+    assert 'plan.save("plan.json")' in following
+    assert ("shard_module(model, device_mesh_for(plan), plan)" in following) == (plan.pipeline is None)
+    assert all(len(line) <= 80 for line in following.splitlines())
+
+
+def test_repr_of_a_plan_is_one_line() -> None:
+    plan = fsdp_plan()
+    assert plan.estimate is not None
+    assert len(repr(plan)) < 160
+    assert "\n" not in repr(plan)
+    assert f"mesh {plan.mesh}" in repr(plan)
+    assert f"{plan.estimate.peak_memory_bytes:,} bytes" in repr(plan)
+    assert repr(bare_plan()).startswith("<ShardingPlan: ")
