@@ -56,7 +56,6 @@ __all__ = [
     "Verification",
 ]
 
-
 _MAPPINGS = (
     *("plan", "compute_plan", "gradient_plan", "read_above", "fully_shard", "input_plan", "output_plan"),
     *("activation_checkpointing", "opaque_modules", "local_modules"),
