@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -45,7 +46,8 @@ def _rows(plan: ShardingPlan, most_names: int) -> list[Row]:
     rows: list[Row] = []
     short = _short_names([name for (prefix, *_), names in groups.items() if prefix for name in names])
     for (prefix, stored_text, used_text), names in groups.items():
-        if prefix and len(names) > 1 and len(layouts_of[prefix]) == 1:
+        is_whole = len(layouts_of[prefix]) == 1 and not any(_overlap(prefix, other) for other in layouts_of)
+        if prefix and len(names) > 1 and is_whole:
             uniform.setdefault((stored_text, used_text), []).append(prefix)
         elif prefix:
             shown = _listed([short.get(name, name) for name in names], most_names)
@@ -54,6 +56,21 @@ def _rows(plan: ShardingPlan, most_names: int) -> list[Row]:
     outside = [(_listed(names, most_names), *layouts) for (prefix, *layouts), names in groups.items() if not prefix]
     sharders = [(key, f"Sharder {value}", "") for key, value in plan.plan.items() if isinstance(value, str)]
     return [*blocks, *rows, *outside, *sharders]  # type: ignore[list-item]
+
+
+def _overlap(prefix: str, other: str) -> bool:
+    """Return whether two different paths, such as layers.* and layers.0, share blocks."""
+    if prefix == other:
+        return False
+    (one, first, last), (two, start, end) = _numbered(prefix), _numbered(other)
+    return one == two and first <= end and start <= last
+
+
+def _numbered(prefix: str) -> tuple[str, float, float]:
+    """Return the path of a list of blocks, and the first and the last of its blocks that ``prefix`` names."""
+    path, _, blocks = prefix.rpartition(".")
+    first, _, last = blocks.strip("{}").partition("-")
+    return (path, 0, inf) if not first.isdecimal() else (path, int(first), int(last or first))
 
 
 def _listed(names: Sequence[str], most: int) -> str:

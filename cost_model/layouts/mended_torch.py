@@ -10,6 +10,9 @@ DTensor looks up the shapes of each result.
 
 **Batch norms.** On the meta device a batch norm divides by n - 1, where n is the number of values per channel, which
 may be 1 in the smallest micro-batch that a search looks at.
+
+**Shifts.** DTensor takes ``x >> 4`` and ``x << 4`` for ops in place, as the names of ``aten.__rshift__`` and
+``aten.__lshift__`` end in "_", and returns ``x`` as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +31,15 @@ _GROUPED_MM = "_meta_grouped_mm_common"
 _BATCH_NORM = "native_batch_norm_helper"
 
 
+_SHIFTS = {
+    torch.ops.aten.__rshift__.Scalar: torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
+    torch.ops.aten.__rshift__.Tensor: torch.ops.aten.bitwise_right_shift.Tensor,
+    torch.ops.aten.__lshift__.Scalar: torch.ops.aten.bitwise_left_shift.Tensor_Scalar,
+    torch.ops.aten.__lshift__.Tensor: torch.ops.aten.bitwise_left_shift.Tensor,
+}
+"""Ops that DTensor runs wrongly -> ops of the same results."""
+
+
 def mend_torch() -> None:
     """Mend torch 2.13; a second call changes nothing, nor does one with another torch."""
     if not torch.__version__.startswith(_VERSION):
@@ -35,11 +47,18 @@ def mend_torch() -> None:
     rules = DTensor._op_dispatcher.sharding_propagator
     if torch.ops.aten.clone.default in rules.op_strategy_funcs:
         rules.op_single_dim_strategy_funcs.pop(torch.ops.aten.clone.default, None)
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for shift in _SHIFTS:
+        handlers.setdefault(shift, _shifted)
     mended = ((torch._meta_registrations, _GROUPED_MM, _in_any_dtype), (decompositions, _BATCH_NORM, _of_one_value))
     for module, name, mend in mended:
         function = getattr(module, name)
         if not hasattr(function, "__wrapped__"):
             setattr(module, name, mend(function))
+
+
+def _shifted(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    return _SHIFTS[op_call](*args, **kwargs)
 
 
 def _in_any_dtype(of_bf16: Any) -> Any:

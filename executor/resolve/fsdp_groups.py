@@ -92,8 +92,7 @@ def resolve_fsdp_groups(
         UnmatchedKeyError: a parameter that does not exist.
         KeyConflictError: a parameter in two groups, or tied to a name outside its group; a module inside a checkpointed
             block.
-        PlanKeyError: a module that is never called, a parameter that is not floating-point, or two dtypes of trained
-            parameters in one group.
+        PlanKeyError: a module that is never called, or two dtypes of trained parameters in one group.
         PlanLayoutError: layouts that ``fully_shard`` does not support.
     """
     resolver = _GroupResolver(module, layouts, mesh, checkpointed, is_planned=is_planned)
@@ -172,15 +171,6 @@ class _GroupResolver:
                 )
 
     def _check_dtypes(self, fqn: str, members: Iterable[nn.Parameter]) -> None:
-        members = tuple(members)
-        other_kind = next((parameter for parameter in members if not parameter.is_floating_point()), None)
-        if other_kind is not None:
-            raise PlanKeyError(
-                f"fully_shard gathers {self._names[other_kind][0]!r} ({other_kind.dtype}), and casts what it gathers.",
-                field=_FIELD,
-                key=fqn,
-                what_to_do="Leave parameters of other than floating-point dtypes out of fully_shard.",
-            )
         trained = [parameter for parameter in members if parameter.requires_grad]
         for first, other in itertools.pairwise(trained):
             if other.dtype != first.dtype:

@@ -149,7 +149,7 @@ def _compute_layout_on_meta(item: FsdpParameter, device_mesh: DeviceMesh) -> nn.
     size[item.dim] *= math.prod(device_mesh.size(axis) for axis in fsdp_axes)
     local = torch.empty(size, dtype=stored.dtype, device="meta")
     whole = make_dtensor(local, device_mesh, item.compute, stored.shape, stored.stride())
-    return torch_internals.parameter_on(device_mesh, whole)
+    return torch_internals.parameter_on(device_mesh, whole, requires_grad=stored.requires_grad)
 
 
 def _replace_views(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

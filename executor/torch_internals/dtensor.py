@@ -279,9 +279,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
 
 
-def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
+def parameter_on(mesh: DeviceMesh, tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """Return ``tensor`` as a parameter on the object ``mesh``, in place of an equal mesh from torch's cache."""
-    parameter = nn.Parameter(tensor)
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
     parameter._spec = dataclasses.replace(parameter._spec, mesh=mesh)
     return parameter

@@ -114,9 +114,9 @@ class FsdpVariables:
                             if size[1].reduced:
                                 reduced[size[0], way].append(pair)
                     edges.append(self._reshard_edge(block, sizes, parameters + position, axes_node + 1 + number))
-            ways, itemsize = self._pricer.reshard_options, self._itemsize(block)
+            ways = self._pricer.reshard_options
             for (axes, way), pairs in gathered.items():
-                charges.add(tuple(pairs), self._pricer.gather_latency(block, axes, itemsize, ways[way]).charge)
+                charges.add(tuple(pairs), self._pricer.gather_latency(block, axes, ways[way]).charge)
             for (axes, way), pairs in reduced.items():
                 charges.add(tuple(pairs), self._pricer.reduce_latency(block, axes, ways[way]).charge)
         return edges
@@ -140,24 +140,25 @@ class FsdpVariables:
     def _sizes(self, block: FsdpGroup, position: int, choices: Sequence[StorageOption]) -> list[Size | None]:
         """Return, for each storage option of a parameter class, the `Size` that a block all-gathers; None: no group."""
         value = self._value(self._structure.parameters[position])
-        numel = block.parameter_counts[position] * (value.nbytes // value.dtype.itemsize)
+        nbytes = block.parameter_counts[position] * value.nbytes
 
         def size(choice: StorageOption) -> Size | None:
             axes = choice.fsdp_axes
             if axes is None:
                 return None
-            gathered = numel * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh)
-            return axes, GroupSizes(gathered=gathered, reduced=gathered if value.requires_grad else 0)
+            gathered = nbytes * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh)
+            reduced = gathered // value.dtype.itemsize if value.requires_grad else 0
+            return axes, GroupSizes(gathered_nbytes=gathered, reduced=reduced)
 
         return [size(choice) for choice in choices]
 
     def _reshard_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
         """Return the edge from a parameter class to a kind's `ReshardAfter`; its pairs pay for bandwidth and memory."""
-        ways, itemsize = self._pricer.reshard_options, self._itemsize(block)
+        ways = self._pricer.reshard_options
         pairs: dict[tuple[int, int], Charge] = {}
         for size in dict.fromkeys(sizes):
             for way, reshard_after in enumerate(ways):
-                price = Price() if size is None else self._pricer.bandwidth(block, *size, itemsize, reshard_after)
+                price = Price() if size is None else self._pricer.bandwidth(block, *size, reshard_after)
                 pairs[_number(sizes, size), way] = price.charge
         return Edge(
             producer=producer,
@@ -203,27 +204,25 @@ class FsdpVariables:
             ]
             if sizes:
                 whole = GroupSizes(
-                    gathered=sum(size.gathered for _, size in sizes), reduced=sum(size.reduced for _, size in sizes)
+                    gathered_nbytes=sum(size.gathered_nbytes for _, size in sizes),
+                    reduced=sum(size.reduced for _, size in sizes),
                 )
                 reshard_after = by_kind.get(block.kind, ReshardAfter.FORWARD)
                 yield FsdpGroupChoice(block=block, axes=sizes[0][0], sizes=whole, reshard_after=reshard_after)
 
     def price(self, gather: FsdpGroupChoice) -> Price:
         """Return the price of all-gathers and reductions of all FSDP groups of a kind, with the collectives."""
-        block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
+        block, axes = gather.block, gather.axes
         reduces = bool(gather.sizes.reduced)
         return add_prices([
-            self._pricer.gather_latency(block, axes, itemsize, gather.reshard_after),
+            self._pricer.gather_latency(block, axes, gather.reshard_after),
             self._pricer.reduce_latency(block, axes, gather.reshard_after) if reduces else FREE,
-            self._pricer.bandwidth(block, axes, gather.sizes, itemsize, gather.reshard_after),
-            self._pricer.collectives(block, axes, gather.sizes, itemsize, gather.reshard_after),
+            self._pricer.bandwidth(block, axes, gather.sizes, gather.reshard_after),
+            self._pricer.collectives(block, axes, gather.sizes, gather.reshard_after),
         ])  # fmt: skip
 
     def _value(self, parameter: ParameterClass) -> Value:
         return self._structure.regions.graph.values[parameter.values[0]]
-
-    def _itemsize(self, block: FsdpGroup) -> int:
-        return self._value(self._structure.parameters[next(iter(block.parameter_counts))]).dtype.itemsize
 
 
 def _number(sizes: Sequence[Size | None], size: Size | None) -> int:

@@ -68,8 +68,8 @@ class FsdpGroup:
         kind: FQN of one block of the kind.
         blocks: FQNs of all blocks of the kind.
         parameter_counts: index of a parameter class -> how many of its parameters are in one block.
-        numel: unsharded elements of these parameters, in one block.
-        trained_numel: those of them that are trained, whose gradients are reduced.
+        nbytes: unsharded bytes of these parameters, in one block.
+        trained_numel: elements of those that are trained, whose gradients are reduced.
         is_first: whether it is the first kind in the model.
         chunk_heads: how many blocks of the kind begin a chunk of the model, other than the first chunk.
         unsharded: at candidates inside such blocks, number of blocks with unsharded parameters: the block itself, and
@@ -84,7 +84,7 @@ class FsdpGroup:
     kind: str
     blocks: tuple[str, ...]
     parameter_counts: Mapping[int, int]
-    numel: int
+    nbytes: int
     trained_numel: int
     is_first: bool
     chunk_heads: int
@@ -224,7 +224,7 @@ def find_fsdp_groups(
 ) -> tuple[FsdpGroup, ...]:
     """Return the kinds of blocks that can have FSDP groups.
 
-    A group's parameters are floating-point, and used once, inside their block. Blocks without a backward have none:
+    A group's parameters are used once, inside their block. Blocks without a backward have none:
     ``fully_shard`` would not free their parameters before the step ends.
     """
     graph = regions.graph
@@ -244,8 +244,7 @@ def find_fsdp_groups(
     counts_by_block: dict[str, Counter[int]] = defaultdict(Counter)
     for index, parameter in enumerate(parameters):
         blocks_of = [home.get(name, "") for name in parameter.values]
-        is_floating = graph.values[parameter.values[0]].dtype.is_floating_point
-        if is_floating and not parameter.is_used_again and differentiable.issuperset(blocks_of):
+        if not parameter.is_used_again and differentiable.issuperset(blocks_of):
             for block in blocks_of:
                 counts_by_block[block][index] += 1
     groups: list[FsdpGroup] = []
@@ -269,7 +268,7 @@ def find_fsdp_groups(
                     kind=block,
                     blocks=tuple(alike),
                     parameter_counts=dict(counts_by_block[block]),
-                    numel=sum(n * value.nbytes // value.dtype.itemsize for value, n in members),
+                    nbytes=sum(n * value.nbytes for value, n in members),
                     trained_numel=sum(
                         n * value.nbytes // value.dtype.itemsize for value, n in members if value.requires_grad
                     ),

@@ -46,9 +46,12 @@ class CollectiveLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSizes:
-    """Elements of an FSDP group on one device: of its all-gather's result, and of its gradients before reduction."""
+    """What an FSDP group has on one device: bytes of its all-gather's result, elements of its unreduced gradients.
 
-    gathered: int
+    The all-gather is of bytes where the group's parameters have several dtypes, such as quantized weights and adapters.
+    """
+
+    gathered_nbytes: int
     reduced: int
 
 
@@ -107,46 +110,41 @@ class FsdpGroupPricer:
             prices.append(Price(charge=unreduced.charge(max(numel * value.dtype.itemsize - reduced_nbytes, 0.0))))
         return add_prices(prices)
 
-    def bandwidth(
-        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, itemsize: int, reshard: ReshardAfter
-    ) -> Price:
+    def bandwidth(self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, reshard: ReshardAfter) -> Price:
         """Return the price of ``sizes`` in each block of a kind, in seconds and bytes of a step.
 
         The price is proportional to ``sizes``; `latency` prices the rest. ``reshard`` decides how long unsharded
         parameters take memory. ``FORWARD``: while their block or the block that prefetches them runs. ``BACKWARD``:
         from the block's forward to its backward. ``STEP``: for the whole step; unreduced gradients take memory as well.
-
-        Args:
-            itemsize: bytes per element of the all-gather.
         """
-        gather_s = sizes.gathered * itemsize * self._gather_line(axes, group, itemsize).seconds_per_byte
+        gather_s = sizes.gathered_nbytes * self._gather_line(axes, group).seconds_per_byte
         reduce_s = 0.0
         if sizes.reduced:
             reduce_s = sizes.reduced * self._reduce_itemsize * self._reduce_line(axes, group).seconds_per_byte
         charge = self._seconds(group, axes, gather_s, reduce_s, reshard)
-        nbytes = float(sizes.gathered * itemsize)
+        nbytes = float(sizes.gathered_nbytes)
         if reshard is ReshardAfter.FORWARD:
             charge |= group.unsharded.charge(nbytes)
         elif reshard is ReshardAfter.BACKWARD:
             charge |= group.unsharded_until_backward.charge(nbytes)
         else:
-            charge |= self._unsharded_for_the_step(group, axes, sizes, itemsize)
+            charge |= self._unsharded_for_the_step(group, axes, sizes)
         return Price(charge=charge)
 
     def _unsharded_for_the_step(
-        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, itemsize: int
+        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes
     ) -> dict[Quantity, float]:
         """Return the charge of ``ReshardAfter.STEP``: bytes for the whole step, and seconds of accumulating gradients.
 
         Unreduced gradients replace the shards that `ParameterPricer.storage` charges. While a block's backward runs,
         the gradients of the current micro-batch are live as well, unless gradients accumulate in place (because the
-        all-gather and the reduction have the same dtype size).
+        compute and the reduction have the same dtype size).
         """
-        reduce_itemsize = self._reduce_itemsize
+        itemsize, reduce_itemsize = BYTES_PER_ELEMENT[self._run.job.dtype], self._reduce_itemsize
         stored_itemsize = BYTES_PER_ELEMENT[self._run.job.stored_dtype]
         more_per_gradient = reduce_itemsize - stored_itemsize / self._ranks(axes)
         charge = {
-            persistent("parameters"): float(group.count * sizes.gathered * itemsize),
+            persistent("parameters"): float(group.count * sizes.gathered_nbytes),
             persistent("gradients"): group.count * sizes.reduced * more_per_gradient,
         }
         if reduce_itemsize == itemsize:
@@ -156,22 +154,20 @@ class FsdpGroupPricer:
         charge[BACKWARD.compute] = group.count * self._run.passes * sum_s
         return charge
 
-    def gather_latency(self, group: FsdpGroup, axes: tuple[int, ...], itemsize: int, reshard: ReshardAfter) -> Price:
+    def gather_latency(self, group: FsdpGroup, axes: tuple[int, ...], reshard: ReshardAfter) -> Price:
         """Return the price of the latencies of the all-gathers of all blocks of a kind, in seconds of a step."""
-        gather = self._gather_line(axes, group, itemsize)
+        gather = self._gather_line(axes, group)
         return Price(charge=self._seconds(group, axes, gather.latency_s, 0.0, reshard))
 
     def reduce_latency(self, group: FsdpGroup, axes: tuple[int, ...], reshard: ReshardAfter) -> Price:
         """Return the price of the latencies of the reduce-scatters of all blocks of a kind, in seconds of a step."""
         return Price(charge=self._seconds(group, axes, 0.0, self._reduce_line(axes, group).latency_s, reshard))
 
-    def collectives(
-        self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, itemsize: int, reshard: ReshardAfter
-    ) -> Price:
+    def collectives(self, group: FsdpGroup, axes: tuple[int, ...], sizes: GroupSizes, reshard: ReshardAfter) -> Price:
         """Return the collectives of all blocks of a kind with ``sizes`` each, as a price without a charge."""
         axis, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), reshard is ReshardAfter.STEP
         calls = group.count * (1 if for_step else self._run.passes)
-        gathered_nbytes, reduced_nbytes = sizes.gathered * itemsize, sizes.reduced * self._reduce_itemsize
+        gathered_nbytes, reduced_nbytes = sizes.gathered_nbytes, sizes.reduced * self._reduce_itemsize
         rows: list[tuple[CollectiveKind, Phase, int]] = [
             ("all_gather", "param_gather" if for_step else "forward", gathered_nbytes)
         ]
@@ -182,7 +178,7 @@ class FsdpGroupPricer:
         collectives = []
         for kind, phase, nbytes in rows:
             gathers = kind == "all_gather"
-            line = self._gather_line(axes, group, itemsize) if gathers else self._reduce_line(axes, group)
+            line = self._gather_line(axes, group) if gathers else self._reduce_line(axes, group)
             time_s = line.latency_s + nbytes * line.seconds_per_byte
             collectives.append(Collective(kind=kind, axis=axis, phase=phase, nbytes=nbytes, count=calls, time_s=time_s))
         return Price(collectives=tuple(collectives))
@@ -232,8 +228,8 @@ class FsdpGroupPricer:
     def _ranks(self, axes: tuple[int, ...]) -> int:
         return math.prod(self._run.mesh.shape[axis] for axis in axes)
 
-    def _gather_line(self, axes: tuple[int, ...], group: FsdpGroup, itemsize: int) -> CollectiveLine:
-        return self._line_through("all_gather", axes, group.numel * itemsize)
+    def _gather_line(self, axes: tuple[int, ...], group: FsdpGroup) -> CollectiveLine:
+        return self._line_through("all_gather", axes, group.nbytes)
 
     def _line_through(self, kind: CollectiveKind, axes: tuple[int, ...], high: int) -> CollectiveLine:
         """Return the line of one collective over ``axes``, of ``high`` bytes or fewer."""

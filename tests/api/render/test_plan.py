@@ -7,10 +7,11 @@ import io
 
 import pytest
 from rich.console import Console
-from support.printed_plans import PLANS, bare_plan, decoding_plan, fsdp_plan, pipeline_plan, repeating_plan
+from support.printed_plans import PLANS, S0, R, bare_plan, decoding_plan, fsdp_plan, pipeline_plan, repeating_plan
 
 from api.render.axis_roles import useful_devices
 from api.render.headline import binding, mfu
+from api.render.layout_lines import layout_lines
 from api.render.plan import plan_lines, show_plan
 from api.requests.run_cost import RunCost
 from cost_model.hardware.cluster import ClusterSpec
@@ -218,3 +219,21 @@ def test_repr_of_a_plan_is_one_line() -> None:
     assert f"mesh {plan.mesh}" in repr(plan)
     assert f"{plan.estimate.peak_memory_bytes:,} bytes" in repr(plan)
     assert repr(bare_plan()).startswith("<ShardingPlan: ")
+
+
+def test_all_weights_of_a_block_are_said_to_be_alike_only_where_no_other_row_names_one() -> None:
+    names = ("mlp.up.weight", "mlp.down.weight", "norm.weight")
+    mixed = {
+        **{f"layers.0.{name}": R for name in names[:2]},
+        **{f"layers.{{1-5}}.{name}": S0 for name in names[:2]},
+        f"layers.*.{names[2]}": R,
+    }
+    apart = {f"layers.{{{blocks}}}.{name}": layout for blocks, layout in (("0-2", S0), ("3-5", R)) for name in names}
+    lines = [
+        "\n".join(layout_lines(ShardingPlan(mesh=PlanMesh.parse("fsdp=4"), plan=plan, compute_plan={})))
+        for plan in (mixed, apart)
+    ]
+    assert "all weights" not in lines[0]
+    assert "layers.0: up, down" in lines[0]
+    assert "layers.{0-2} (all weights)" in lines[1]
+    assert "layers.{3-5} (all weights)" in lines[1]

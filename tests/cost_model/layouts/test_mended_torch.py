@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from planner.strategies.dtensor_rules import mesh_without_groups
 
@@ -31,3 +31,16 @@ def test_a_batch_norm_of_one_value_per_channel_has_a_shape_on_meta() -> None:
         sample, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5, False
     )
     assert normalized.shape == sample.shape
+
+
+@pytest.mark.parametrize("by", [4, torch.tensor([4, 1], dtype=torch.uint8)])
+def test_a_shifted_tensor_is_not_the_tensor_itself(by: int | torch.Tensor) -> None:
+    plain = torch.tensor([0x58, 0x12], dtype=torch.uint8)
+    mesh = mesh_without_groups([4])
+    tensor, amount = (
+        DTensor.from_local(each, mesh, [Replicate()]) if isinstance(each, torch.Tensor) else each
+        for each in (plain, by)
+    )
+    assert torch.equal((tensor >> amount).to_local(), plain >> by)
+    assert torch.equal((tensor << amount).to_local(), plain << by)
+    assert torch.equal(tensor.to_local(), plain)

@@ -120,13 +120,6 @@ def test_frozen_parameters_have_no_gradient_to_reduce(mesh: DeviceMesh) -> None:
     assert (member.stored, member.compute, member.accumulated) == (ROWS, REPLICATED, ROWS)
 
 
-def test_what_is_not_floating_point_is_not_cast_in_a_group(mesh: DeviceMesh) -> None:
-    model = Model()
-    model.frozen.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(PlanKeyError, match=r"'frozen.weight' \(torch.uint8\)"):
-        groups_of(model, mesh, plan_of(fully_shard={"frozen": ("weight",)}))
-
-
 WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
     "module pattern": ({"fully_shard": {"layers.*": ("weight",)}}, UnmatchedKeyError, "'layers.*'"),
     "parameter": ({"fully_shard": {"blocks.*": ("up.bias",)}}, UnmatchedKeyError, "'blocks.0.up.bias'"),
