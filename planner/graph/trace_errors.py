@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from planner.errors import ModelError
 from planner.graph.capture import module_names
@@ -55,13 +59,56 @@ def written_in_parts(fqn: str) -> ModelError:
     )
 
 
-def scripted(fqn: str) -> ModelError:
-    """Return the error for a module ``fqn`` in TorchScript."""
-    return ModelError(
-        f"{fqn or 'the root module'} is TorchScript, whose code cannot be traced.",
-        what_to_do="Give the module as it was before torch.jit.script or torch.jit.trace.",
-        module=fqn,
+def check_is_plain(module: nn.Module) -> None:
+    """Raise a `ModelError` that lists all parts of ``module`` which no trace reads: code and tensors of other kinds."""
+    parts = dict(module.named_modules())
+    scripted = [name for name, part in parts.items() if isinstance(part, torch.jit.ScriptModule)]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    sharded = [name for name, tensor in tensors if isinstance(tensor, DTensor)]
+    others: dict[str, list[str]] = {}
+    for name, tensor in tensors:
+        if _has_own_ops(type(tensor)) and name not in (*lazy, *sharded):
+            others.setdefault(f"{type(tensor).__module__}.{type(tensor).__qualname__}", []).append(name)
+    faults = [
+        (scripted, "TorchScript, whose code cannot be traced", "Give it as it was before torch.jit.script or .trace."),
+        (lazy, "a lazy parameter, which has no shape yet", "Call the module once with a small batch."),
+        (sharded, "a DTensor, sharded already", "Give the module as it was before."),
+        *((names, f"a {kind}, a tensor with ops of its own", _QUANTIZED) for kind, names in others.items()),
+    ]
+    found = [fault for fault in faults if fault[0]]
+    if found:
+        raise ModelError(
+            " ".join(f"{_some(names)} is {what}." for names, what, _ in found),
+            what_to_do=" ".join(dict.fromkeys(advice for *_, advice in found)),
+            module=found[0][0][0] if scripted else found[0][0][0].rpartition(".")[0],
+        )
+
+
+_QUANTIZED = (
+    "Plan the module before it is quantized, or with weights that are frozen parameters of an integer dtype, which "
+    "forward dequantizes."
+)
+
+
+def _has_own_ops(kind: type[torch.Tensor]) -> bool:
+    """Return whether a class of tensors overrides torch's functions, ops or casts, as quantized weights do."""
+    if issubclass(kind, FakeTensor):
+        return False
+    overridable = ("__torch_function__", "__torch_dispatch__", "to")
+    return any(
+        not any(_is_inherited(kind, name, base) for base in (torch.Tensor, nn.Parameter)) for name in overridable
     )
+
+
+def _is_inherited(kind: type, name: str, base: type) -> bool:
+    own, given = getattr(kind, name), getattr(base, name)
+    return bool(getattr(own, "__func__", own) == getattr(given, "__func__", given))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0] or 'the root module'}{more}"
 
 
 def vectorized(fqn: str) -> ModelError:

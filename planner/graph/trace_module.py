@@ -28,7 +28,7 @@ from planner.graph.layer_caches import with_layer_caches
 from planner.graph.op_graph import OpGraph, with_results
 from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
-from planner.graph.trace_errors import check_trainable, scripted
+from planner.graph.trace_errors import check_is_plain, check_trainable
 from planner.model_rewrites import opaque_op
 from planner.model_rewrites.cache_argument import without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
@@ -222,12 +222,10 @@ def trace_at_batch(
     is traced with ``largest`` samples.
 
     Raises:
-        ModelError: the module cannot be traced, is TorchScript in part, or has no projections to fuse.
+        ModelError: the module cannot be traced, has parts that no trace reads, or has no projections to fuse.
         UnmatchedKeyError: no module matches a pattern of ``opaque_modules``.
     """
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise scripted(name)
+    check_is_plain(module)
     if fused_projections:
         module = with_fused_projections(module)
     opaque = opaque_names(module, opaque_modules)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import families
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from planner.errors import ModelError
 from planner.graph.capture import export, to_meta
@@ -15,6 +16,7 @@ from planner.graph.example_inputs import meta_inputs, with_batch
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Crossing, OpGraph, at_batch
 from planner.graph.trace_module import TRACE_BATCH, trace_module
+from planner.strategies.dtensor_rules import mesh_without_groups
 
 
 def graph_of(module: nn.Module, inputs: dict[str, Any]) -> OpGraph:
@@ -230,12 +232,45 @@ def test_a_shape_that_depends_on_values_is_refused_by_op_and_module() -> None:
     assert caught.value.module == "1"
 
 
+class Packed(nn.Parameter):
+    """Casts itself, as quantized weights of other libraries do."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class Tagged(nn.Parameter):
+    """A parameter as any other."""
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_torchscript_is_refused_by_name() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(ModelError, match="1 is TorchScript") as caught:
+def test_parts_that_no_trace_reads_are_refused_by_name_all_at_once() -> None:
+    script, packed, sharded = torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 4)
+    packed.weight, packed.bias = Packed(packed.weight.data), Packed(packed.bias.data)
+    whole = DTensor.from_local(sharded.weight.data, mesh_without_groups([4]), [Replicate()])
+    sharded.weight = nn.Parameter(whole)
+    module = nn.Sequential(nn.Linear(4, 4), script, nn.LazyLinear(4, bias=False), packed, sharded)
+    with pytest.raises(ModelError) as caught:
         trace_module(module, example_inputs=(torch.randn(8, 4),))
+    said = str(caught.value)
+    assert "1 is TorchScript" in said
+    assert "2.weight is a lazy parameter" in said
+    assert "Call the module once" in said
+    assert "3.weight (and 1 more) is a" in said
+    assert "Packed, a tensor with ops of its own" in said
+    assert "4.weight is a DTensor" in said
     assert caught.value.module == "1"
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_module_is_planned_once_it_was_called_and_tags_are_no_fault() -> None:
+    module = nn.LazyLinear(4)
+    with pytest.raises(ModelError, match="weight") as caught:
+        trace_module(module, example_inputs=(torch.randn(8, 4),))
+    assert caught.value.module == ""
+    module(torch.randn(2, 4))
+    module.weight = Tagged(module.weight.data)
+    assert trace_module(module, example_inputs=(torch.randn(8, 4),)).graph.ops
 
 
 class KeepsItsDtype(nn.Module):
