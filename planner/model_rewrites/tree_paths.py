@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +19,34 @@ def path_text(path: tuple[Any, ...]) -> str:
 def look_into_dataclasses(*trees: Any) -> None:
     """Make pytree look into the dataclasses of objects in ``trees`` that hold tensors, as into a dict.
 
-    torch itself looks only into those classes that were registered with it.
+    torch itself looks only into those classes that were registered with it, some of them without names for their parts,
+    such as the outputs of diffusers.
     """
+    _name_parts(len(pytree.SUPPORTED_NODES))
     while True:
         unknown = {type(leaf) for leaf in pytree.tree_leaves(trees) if _is_dataclass_with_tensors(leaf)}
         if not unknown:
             return
         for kind in unknown:
             _register(kind)
+
+
+@functools.cache
+def _name_parts(registered: int) -> None:
+    """Let the paths of pytree name the parts of each of the ``registered`` classes, by keys or else by numbers."""
+    for kind, node in list(pytree.SUPPORTED_NODES.items()):
+        if node.flatten_with_keys_fn is None:
+            pytree.SUPPORTED_NODES[kind] = node._replace(flatten_with_keys_fn=_with_keys(node.flatten_fn))
+
+
+def _with_keys(flatten: pytree.FlattenFunc) -> pytree.FlattenWithKeysFunc:
+    def flatten_with_keys(instance: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        values, context = flatten(instance)
+        has_keys = isinstance(instance, Mapping) and len(instance) == len(values)
+        keys: list[Any] = [*map(pytree.MappingKey, instance)] if has_keys else []
+        return list(zip(keys or map(pytree.SequenceKey, range(len(values))), values, strict=True)), context
+
+    return flatten_with_keys
 
 
 def _is_dataclass_with_tensors(leaf: Any) -> bool:

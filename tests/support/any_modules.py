@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.dataclass_modules import Dataclasses, Sample
+from support.dataclass_modules import Dataclasses, Sample, ToldOf
 from support.losses_in_forward import (
     Classifier,
     OfTheBatch,
@@ -379,5 +379,6 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a tensor that a child fills": lambda: (Filled(), (_rows(4, 16),)),
     "a scan in place": lambda: (Scanned(), (_rows(4, 16),)),
     "dataclasses": lambda: (Dataclasses(), (Sample(_rows(16), _rows(16), "name"),)),
+    "classes that torch was told of": lambda: (ToldOf(), (_rows(16),)),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }
