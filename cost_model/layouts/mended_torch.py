@@ -13,6 +13,8 @@ may be 1 in the smallest micro-batch that a search looks at.
 
 **Shifts.** DTensor takes ``x >> 4`` and ``x << 4`` for ops in place, as the names of ``aten.__rshift__`` and
 ``aten.__lshift__`` end in "_", and returns ``x`` as it is.
+
+**Backwards of activations.** DTensor has no rules for those of hard-swish, leaky ReLU and others, which are pointwise.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from typing import Any
 import torch
 import torch._meta_registrations
 from torch._decomp import decompositions
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
 
 _VERSION = "2.13."
 """What is mended are private functions of this release. `planner.strategies.dtensor_rules` refuses any other."""
@@ -38,6 +42,14 @@ _SHIFTS = {
     torch.ops.aten.__lshift__.Tensor: torch.ops.aten.bitwise_left_shift.Tensor,
 }
 """Ops that DTensor runs wrongly -> ops of the same results."""
+_POINTWISE = (
+    *(torch.ops.aten.hardswish_backward.default, torch.ops.aten.hardsigmoid_backward.default),
+    *(torch.ops.aten.hardtanh_backward.default, torch.ops.aten.hardshrink_backward.default),
+    *(torch.ops.aten.softshrink_backward.default, torch.ops.aten.softplus_backward.default),
+    *(torch.ops.aten.elu_backward.default, torch.ops.aten.leaky_relu_backward.default),
+    torch.ops.aten.mish_backward.default,
+)
+"""Pointwise ops, of tensors of one shape, that DTensor has no rules for."""
 
 
 def mend_torch() -> None:
@@ -50,6 +62,8 @@ def mend_torch() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     for shift in _SHIFTS:
         handlers.setdefault(shift, _shifted)
+    unruled = [op for op in _POINTWISE if op not in rules.op_strategy_funcs | rules.op_single_dim_strategy_funcs]
+    register_sharding(unruled)(_pointwise)
     mended = ((torch._meta_registrations, _GROUPED_MM, _in_any_dtype), (decompositions, _BATCH_NORM, _of_one_value))
     for module, name, mend in mended:
         function = getattr(module, name)
@@ -59,6 +73,13 @@ def mend_torch() -> None:
 
 def _shifted(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return _SHIFTS[op_call](*args, **kwargs)
+
+
+def _pointwise(*arguments: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """Return (placements of the result, placements of the arguments) of a pointwise op: whole, or split on one dim."""
+    is_tensor = [hasattr(argument, "placements") for argument in arguments]
+    places: list[Placement] = [Replicate(), *map(Shard, range(len(arguments[0].shape)))]
+    return [([place], [place if tensor else None for tensor in is_tensor]) for place in places]
 
 
 def _in_any_dtype(of_bf16: Any) -> Any:

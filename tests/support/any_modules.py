@@ -331,6 +331,13 @@ def _convolutions() -> nn.Module:
     )
 
 
+def _activated() -> nn.Module:
+    """Return linear layers with activations as mobile networks and detectors have them."""
+    kinds = nn.Hardswish, nn.ReLU6, nn.Hardsigmoid, nn.LeakyReLU, nn.ELU
+    layers = [layer for kind in kinds for layer in (nn.Linear(16, 16), kind(inplace=True))]
+    return nn.Sequential(*layers, nn.Softplus(), nn.Linear(16, 8))
+
+
 MODULES: dict[str, Callable[[], Made]] = {
     "a child's weight": lambda: (ReadsItsChild(), (_rows(16),)),
     "a sibling's weight": lambda: (ReadsASibling(), (_rows(16),)),
@@ -379,6 +386,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a tensor that a child fills": lambda: (Filled(), (_rows(4, 16),)),
     "a scan in place": lambda: (Scanned(), (_rows(4, 16),)),
     "dataclasses": lambda: (Dataclasses(), (Sample(_rows(16), _rows(16), "name"),)),
+    "activations in place": lambda: (_activated(), (_rows(16),)),
     "classes that torch was told of": lambda: (ToldOf(), (_rows(16),)),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
 }

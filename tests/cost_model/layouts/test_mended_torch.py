@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from planner.strategies.dtensor_rules import mesh_without_groups
 
@@ -44,3 +46,19 @@ def test_a_shifted_tensor_is_not_the_tensor_itself(by: int | torch.Tensor) -> No
     assert torch.equal((tensor >> amount).to_local(), plain >> by)
     assert torch.equal((tensor << amount).to_local(), plain << by)
     assert torch.equal(tensor.to_local(), plain)
+
+
+ACTIVATIONS = {
+    **{kind.__name__: kind(inplace=True) for kind in (nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.ReLU6, nn.CELU)},
+    **{kind.__name__: kind() for kind in (nn.Hardshrink, nn.Softshrink, nn.Softplus, nn.ELU, nn.LeakyReLU, nn.Mish)},
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)])
+def test_the_backward_of_an_activation_keeps_the_layout(name: str, placement: Placement) -> None:
+    local = torch.zeros(4, 6, 8, device="meta")
+    x = DTensor.from_local(local, mesh_without_groups([4]), [placement]).requires_grad_()
+    result = ACTIVATIONS[name](x * 1)
+    (gradient,) = torch.autograd.grad(result, x, torch.ones_like(result))
+    assert result.placements == gradient.placements == (placement,)
