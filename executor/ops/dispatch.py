@@ -99,6 +99,7 @@ class OwnOps(TorchFunctionMode):
         super().__init__()
         self._redistributor = redistributor
         self._local_ops = frozenset(local_ops)
+        self._running: set[Callable[..., Any]] = set()
         self._own_ops = _OWN_OPS if shared_input_linears is None else {**_OWN_OPS, F.linear: shared_input_linears}
 
     def __torch_function__(
@@ -127,9 +128,13 @@ class OwnOps(TorchFunctionMode):
         if getattr(func, "__name__", "") in self._local_ops:
             if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
                 return run_local(self._redistributor, func, args, kwargs)
-        elif _is_in_python(func) and func not in self._own_ops:
-            with self:
-                return _undispatched(func)(*args, **kwargs)
+        elif _is_in_python(func) and func not in self._own_ops and func not in self._running:
+            self._running.add(func)  # some dispatch again from a function that they call, as torch.meshgrid does
+            try:
+                with self:
+                    return _undispatched(func)(*args, **kwargs)
+            finally:
+                self._running.discard(func)
         return NotImplemented
 
 
