@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import local_of, storage_key
 from planner.errors import RunError
-from planner.model_rewrites.replaced_calls import masked_values
+from planner.model_rewrites.replaced_calls import assigned_values
 
 
 def set_item(redistributor: Redistributor, tensor: torch.Tensor, index: Any, value: Any) -> Any:
@@ -29,9 +29,11 @@ def set_item(redistributor: Redistributor, tensor: torch.Tensor, index: Any, val
     is_basic = all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
     if not isinstance(tensor, DTensor):
         return NotImplemented
+    assigned = assigned_values(tensor, index, value)
+    if assigned is not None:
+        return tensor.copy_(assigned)
     if not is_basic:
-        masked = masked_values(tensor, index, value)
-        return NotImplemented if masked is None else tensor.copy_(masked)
+        return NotImplemented
     view = tensor[index]
     assert isinstance(view, DTensor)
     if storage_key(local_of(view)) != storage_key(local_of(tensor)):

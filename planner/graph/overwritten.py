@@ -43,10 +43,13 @@ class Overwritten:
             grad_enabled: whether its results may need gradients.
 
         Returns:
-            FQN of the module in which a value was made, overwritten in part, and read afterwards, as this op does; None
-            where this op reads nothing of the kind.
+            FQN of the module in which a value was made, overwritten in part, and read afterwards, as this op does; that
+            of the module of this op where it copies what needs a gradient into a plain tensor; None for other ops.
         """
         written = written_input(target, len(inputs))
+        given = [value for value in inputs if value.kind != "plain" and value.requires_grad and grad_enabled]
+        if written is not None and _overwrites(target) and inputs[written].kind == "plain" and given:
+            return module
         is_view = written is None and _is_view(target, inputs, outputs)
         names = [value.name for value in outputs]
         if not is_view:

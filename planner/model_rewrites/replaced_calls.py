@@ -118,17 +118,48 @@ def masked_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor 
     return torch.where(mask.reshape(shape), new, tensor)
 
 
+def scattered_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
+    """Return ``tensor`` after ``tensor[index] = value``, as a new tensor; None where that is no such assignment.
+
+    It is one if ``value`` is a tensor that needs a gradient, and ``index`` takes a slice or one element of one dim, as
+    in ``out[..., 0::2] = x``.
+    """
+    if not (isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()):
+        return None
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is Ellipsis or type(part) in (int, slice) for part in parts):
+        return None
+    taken = [(position, part) for position, part in enumerate(parts) if part is not Ellipsis and part != _WHOLE]
+    if len(taken) != 1:
+        return None
+    ((position, part),) = taken
+    dim = position - len(parts) if Ellipsis in parts[:position] else position
+    if isinstance(part, int):
+        return torch.select_scatter(tensor, value.to(tensor.dtype).expand_as(tensor.select(dim, part)), dim, part)
+    start, stop, step = part.indices(tensor.shape[dim])
+    size = len(range(start, stop, step))
+    shape = [*tensor.shape]
+    shape[dim] = size
+    return torch.slice_scatter(tensor, value.to(tensor.dtype).expand(shape), dim, start, stop, step)
+
+
+def assigned_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
+    """Return ``tensor`` after ``tensor[index] = value``, as a new tensor; None where the assignment runs in place."""
+    masked = masked_values(tensor, index, value)
+    return scattered_values(tensor, index, value) if masked is None else masked
+
+
 @contextmanager
-def masks_assigned_by_where() -> Iterator[None]:
-    """Within this context, assignments by a mask run by `torch.where`."""
+def assignments_as_ops() -> Iterator[None]:
+    """Within this context, assignments by a mask, or of what needs gradients, are ops that have rules and backwards."""
     assign = torch.Tensor.__setitem__
 
-    def by_where(tensor: torch.Tensor, index: Any, value: Any) -> None:
-        new = masked_values(tensor, index, value)
+    def as_ops(tensor: torch.Tensor, index: Any, value: Any) -> None:
+        new = assigned_values(tensor, index, value)
         if new is None:
             assign(tensor, index, value)
         else:
             tensor.copy_(new)
 
-    with mock.patch.object(torch.Tensor, "__setitem__", by_where):
+    with mock.patch.object(torch.Tensor, "__setitem__", as_ops):
         yield

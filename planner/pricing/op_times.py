@@ -264,7 +264,7 @@ class OpTimes:
     # --- attention -----------------------------------------------------------------------------------------------
 
     def _attention(self, local: LocalOp) -> OpTime:
-        query, value = local.shapes[0], local.shapes[2]
+        query, value = _with_heads(local.shapes[0]), _with_heads(local.shapes[2])
         (_, heads, rows, _), (_, kv_heads, keys, _) = query, value
         kernels = (Kernel(rows, keys, _is_causal(local.op), heads, kv_heads),)
         return self._attention_kernels(kernels, kernels, query, value, local)
@@ -393,6 +393,16 @@ class OpTimes:
         stream_share = self._in_step.fused_stream_share if is_fused else self._in_step.stream_share
         rate_fraction = self._in_step.gemm_share if matmul else stream_share
         return OpTime(forward_s / rate_fraction, backward_s / rate_fraction)
+
+
+def _with_heads(shape: Shape) -> Shape:
+    """Return the shape of an argument of attention as [batch, heads, seq, head_dim]: the last dim before seq is heads.
+
+    Of three dims, none is heads.
+    """
+    *leading, seq, head_dim = shape
+    *batch, heads = leading if len(leading) > 1 else (*leading, 1)
+    return math.prod(batch), heads, seq, head_dim
 
 
 def _is_causal(op: Op) -> bool:

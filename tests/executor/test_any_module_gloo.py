@@ -57,6 +57,8 @@ RANDOM = (
     "a block in a loop",
     "complex numbers",
     "two towers",
+    "rotated features",
+    "rolled tokens",
     "statistics of the batch",
 )
 """Modules that are also run under plans with random layouts, of which each is another combination."""

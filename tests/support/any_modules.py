@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.assigned_parts import Collected, Rolled, Rotated
 from support.dataclass_modules import Dataclasses, Sample, ToldOf
 from support.losses_in_forward import (
     Classifier,
@@ -386,6 +387,9 @@ MODULES: dict[str, Callable[[], Made]] = {
     "a tensor that a child fills": lambda: (Filled(), (_rows(4, 16),)),
     "a scan in place": lambda: (Scanned(), (_rows(4, 16),)),
     "dataclasses": lambda: (Dataclasses(), (Sample(_rows(16), _rows(16), "name"),)),
+    "rotated features": lambda: (Rotated(), (_rows(4, 16),)),
+    "rolled tokens": lambda: (Rolled(), (_rows(4, 16),)),
+    "collected steps": lambda: (Collected(), (_rows(4, 16),)),
     "activations in place": lambda: (_activated(), (_rows(16),)),
     "classes that torch was told of": lambda: (ToldOf(), (_rows(16),)),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),
