@@ -43,13 +43,14 @@ class Overwritten:
             grad_enabled: whether its results may need gradients.
 
         Returns:
-            FQN of the module in which a value was made, overwritten in part, and read afterwards, as this op does; that
-            of the module of this op where it copies what needs a gradient into a plain tensor; None for other ops.
+            FQN of the module in which a value was made, overwritten in part, and read afterwards, as this op does, or
+            in which a plain value was made, into which this op copies what needs a gradient; None for other ops.
         """
         written = written_input(target, len(inputs))
         given = [value for value in inputs if value.kind != "plain" and value.requires_grad and grad_enabled]
         if written is not None and _overwrites(target) and inputs[written].kind == "plain" and given:
-            return module
+            self._writers[self._roots.get(inputs[written].name, inputs[written].name)] = module
+            return self.module_of(inputs[written].name)
         is_view = written is None and _is_view(target, inputs, outputs)
         names = [value.name for value in outputs]
         if not is_view:

@@ -9,7 +9,6 @@ time of the kernel, divided by the fraction of its stand-alone rate that it reac
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from planner.graph.op_graph import ATTENTION, Op, Value
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.techniques import AttentionKernel
+from planner.pricing.kernel_shapes import GemmShape, Shape, gemm_shape, with_heads
 from planner.profile.op_formulas import LatentExpansion
 from planner.profile.op_profile import OpProfile
 from planner.strategies.axis_rule import Kernel
@@ -38,17 +38,6 @@ _ROW_NBYTES = 16
 
 _NO_BYTES = UnfusedEfficiency(forward_bytes=0, backward_bytes=0, causal_forward_bytes=0, causal_backward_bytes=0)
 """Efficiency of unfused attention without bytes, for devices whose attention bytes come from the dispatched ops."""
-
-Shape = tuple[int, ...]
-
-
-class GemmShape(NamedTuple):
-    """The shape of a GEMM: ``batch`` times ``[m, k] @ [k, n]``."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
 
 
 class OpTime(NamedTuple):
@@ -100,30 +89,6 @@ class LocalOp(NamedTuple):
             *(profile.forward_dispatched, profile.backward_dispatched, profile.cached_tokens, profile.latents),
             tuple(value.requires_grad for value in self.inputs),
         )
-
-
-def gemm_shape(target_name: str, shapes: Sequence[Shape], output: Shape) -> GemmShape | None:
-    """Return the GEMM that an op runs; None if it runs none, or a kind that this function does not cover.
-
-    Args:
-        target_name: the op, such as ``aten.linear.default``.
-        shapes: shapes of the inputs; of a linear ``[..., k]`` and ``[n, k]``.
-        output: shape of the result.
-    """
-    name = target_name.removeprefix("aten.").partition(".")[0]
-    if name == "linear":
-        return GemmShape(m=math.prod(shapes[0][:-1]), n=shapes[1][0], k=shapes[0][-1])
-    if name == "addmm":
-        return GemmShape(m=shapes[1][0], n=shapes[2][1], k=shapes[1][1])
-    if name in ("mm", "bmm", "matmul") and len(shapes[0]) > 1 and len(shapes[1]) > 1:
-        if len(shapes[1]) == 2:
-            # Of two activations, a rank may hold a part of the columns, and gather the others (`matmul_rules`).
-            return GemmShape(m=math.prod(shapes[0][:-1]), n=output[-1], k=shapes[0][-1])
-        return GemmShape(m=output[-2], n=output[-1], k=shapes[0][-1], batch=math.prod(output[:-2]))
-    if name in ("conv2d", "convolution") and len(output) == 4:
-        weight = shapes[1]
-        return GemmShape(m=output[0] * math.prod(output[2:]), n=output[1], k=math.prod(weight[1:]))
-    return None
 
 
 class OpTimes:
@@ -264,7 +229,7 @@ class OpTimes:
     # --- attention -----------------------------------------------------------------------------------------------
 
     def _attention(self, local: LocalOp) -> OpTime:
-        query, value = _with_heads(local.shapes[0]), _with_heads(local.shapes[2])
+        query, value = with_heads(local.shapes[0]), with_heads(local.shapes[2])
         (_, heads, rows, _), (_, kv_heads, keys, _) = query, value
         kernels = (Kernel(rows, keys, _is_causal(local.op), heads, kv_heads),)
         return self._attention_kernels(kernels, kernels, query, value, local)
@@ -393,16 +358,6 @@ class OpTimes:
         stream_share = self._in_step.fused_stream_share if is_fused else self._in_step.stream_share
         rate_fraction = self._in_step.gemm_share if matmul else stream_share
         return OpTime(forward_s / rate_fraction, backward_s / rate_fraction)
-
-
-def _with_heads(shape: Shape) -> Shape:
-    """Return the shape of an argument of attention as [batch, heads, seq, head_dim]: the last dim before seq is heads.
-
-    Of three dims, none is heads.
-    """
-    *leading, seq, head_dim = shape
-    *batch, heads = leading if len(leading) > 1 else (*leading, 1)
-    return math.prod(batch), heads, seq, head_dim
 
 
 def _is_causal(op: Op) -> bool:

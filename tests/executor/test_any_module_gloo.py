@@ -57,6 +57,7 @@ RANDOM = (
     "a block in a loop",
     "complex numbers",
     "two towers",
+    "windows",
     "rotated features",
     "rolled tokens",
     "statistics of the batch",

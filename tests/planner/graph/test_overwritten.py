@@ -32,6 +32,18 @@ def assigned(y: Tensor, out: Tensor) -> Tensor:
     return out * 2
 
 
+def assigned_to_a_new_tensor(y: Tensor, out: Tensor) -> Tensor:
+    new = torch.zeros(out.shape, device=out.device)  # each rank has all of it
+    new[:, 0] = y[:, 1]
+    return new * 2
+
+
+def two_slices(y: Tensor, out: Tensor) -> Tensor:
+    out[..., 0::2] = y[..., 1::2]
+    out[:, -3:] = y[:, :1]
+    return out * 2
+
+
 def returned_as_it_is(y: Tensor, out: Tensor) -> Tensor:
     out[:, 0].copy_(y[:, 1])
     return out
@@ -77,7 +89,7 @@ def under_no_grad(y: Tensor, out: Tensor) -> Tensor:
     return y + out
 
 
-@pytest.mark.parametrize("function", [assigned, returned_as_it_is, other_view, through_two_views])
+@pytest.mark.parametrize("function", [assigned_to_a_new_tensor, returned_as_it_is, other_view, through_two_views])
 def test_what_loses_a_gradient_is_refused(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(ModelError, match="the root module assigns") as caught:
         trace(to_meta(Writes(function), None), meta_inputs((torch.zeros(8, 16),)))
@@ -85,7 +97,9 @@ def test_what_loses_a_gradient_is_refused(function: Callable[[Tensor, Tensor], T
     assert "torch.stack" in caught.value.what_to_do
 
 
-@pytest.mark.parametrize("function", [whole, own_view, another_dtype, without_gradients, under_no_grad])
+@pytest.mark.parametrize(
+    "function", [assigned, two_slices, whole, own_view, another_dtype, without_gradients, under_no_grad]
+)
 def test_what_loses_none_is_traced(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     trace(to_meta(Writes(function), None), meta_inputs((torch.zeros(8, 16),)))
 
