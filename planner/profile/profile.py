@@ -191,7 +191,8 @@ class _Profiler:
             op_result = self._result(op, args)
         saved.find(self.tensors)
         results = [leaf for leaf in pytree.tree_leaves(op_result) if isinstance(leaf, torch.Tensor)]
-        is_flash = op.target is ATTENTION and self._flash
+        # torch runs attention of tensors of other than four dims without a fused kernel.
+        is_flash = op.target is ATTENTION and self._flash and len(inputs[0].shape) == 4
         if is_flash:
             results = [flash_result(self.tensors, results[0], args[0])]
         inner_nbytes = count.inner_nbytes(results)

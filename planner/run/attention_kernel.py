@@ -35,6 +35,8 @@ def _reason(op: Op, graph: OpGraph) -> str | None:
     """Return why FlashAttention-3 cannot run an attention op; None: it can."""
     query, key, value, *masks = (graph.values[name] for name in op.inputs)
     widths = {tensor.shape[-1] for tensor in (query, key, value)}
+    if len(query.shape) != 4:
+        return f"takes tensors of four dims, and attention of this model has {len(query.shape)} ({op.name})"
     if dropout_of(op):
         return f"has no dropout, as attention of this model has ({op.name})"
     if masks:

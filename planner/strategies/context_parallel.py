@@ -45,12 +45,14 @@ def may_split(op: Op, inputs: Sequence[Value]) -> bool:
 
     Attention with dropout cannot be split: each kernel would have to draw the dropout pattern again. Attention with a
     learned mask cannot: the mask's gradient is not computed. Inference cannot: a KV cache has whole sequences. A causal
-    mask has to be square.
+    mask has to be square. Tensors have four dims: batch, heads, sequence and features.
 
     Args:
         inputs: query, key, value, and the mask if there is one.
     """
     query, key, _ = inputs[:3]
+    if len(query.shape) != 4:
+        return False
     masks_need_gradients = any(mask.requires_grad for mask in inputs[3:])
     trained = all(value.requires_grad for value in inputs[:3])
     square = query.shape[2] == key.shape[2] and query.shape[2] > 1
