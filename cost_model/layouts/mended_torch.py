@@ -14,6 +14,9 @@ may be 1 in the smallest micro-batch that a search looks at.
 **Shifts.** DTensor takes ``x >> 4`` and ``x << 4`` for ops in place, as the names of ``aten.__rshift__`` and
 ``aten.__lshift__`` end in "_", and returns ``x`` as it is.
 
+**Ops in place.** Where an op in place redistributes the tensor that it writes, as ``index_copy_`` and ``index_add_``
+may, DTensor changes the tensor's placements and leaves its values as they were.
+
 **Backwards of activations.** DTensor has no rules for those of hard-swish, leaky ReLU and others, which are pointwise.
 """
 
@@ -33,6 +36,7 @@ _VERSION = "2.13."
 """What is mended are private functions of this release. `planner.strategies.dtensor_rules` refuses any other."""
 _GROUPED_MM = "_meta_grouped_mm_common"
 _BATCH_NORM = "native_batch_norm_helper"
+_END_OF_DISPATCH = "_dispatch_fast_path_python_tail"
 
 
 _SHIFTS = {
@@ -64,7 +68,11 @@ def mend_torch() -> None:
         handlers.setdefault(shift, _shifted)
     unruled = [op for op in _POINTWISE if op not in rules.op_strategy_funcs | rules.op_single_dim_strategy_funcs]
     register_sharding(unruled)(_pointwise)
-    mended = ((torch._meta_registrations, _GROUPED_MM, _in_any_dtype), (decompositions, _BATCH_NORM, _of_one_value))
+    mended = (
+        (torch._meta_registrations, _GROUPED_MM, _in_any_dtype),
+        (decompositions, _BATCH_NORM, _of_one_value),
+        (type(DTensor._op_dispatcher), _END_OF_DISPATCH, _with_what_was_written),
+    )
     for module, name, mend in mended:
         function = getattr(module, name)
         if not hasattr(function, "__wrapped__"):
@@ -73,6 +81,20 @@ def mend_torch() -> None:
 
 def _shifted(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return _SHIFTS[op_call](*args, **kwargs)
+
+
+def _with_what_was_written(end_of_dispatch: Any) -> Any:
+    @functools.wraps(end_of_dispatch)
+    def end(
+        self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, local_results: Any, *rest: Any
+    ) -> Any:
+        result = end_of_dispatch(self, op_call, args, kwargs, mesh, sharding, local_results, *rest)
+        is_in_place = bool(args) and result is args[0] and isinstance(result, DTensor)
+        if is_in_place and isinstance(local_results, torch.Tensor) and local_results is not result._local_tensor:
+            result._local_tensor = local_results
+        return result
+
+    return end
 
 
 def _pointwise(*arguments: Any) -> list[tuple[list[Placement], list[Placement | None]]]:

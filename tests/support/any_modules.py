@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.assigned_parts import Collected, Rolled, Rotated
+from support.assigned_parts import Collected, Padded, Rolled, Rotated
 from support.attentions import OneHead, Windows
 from support.dataclass_modules import Dataclasses, Sample, ToldOf
 from support.losses_in_forward import (
@@ -393,6 +393,7 @@ MODULES: dict[str, Callable[[], Made]] = {
     "collected steps": lambda: (Collected(), (_rows(4, 16),)),
     "one head": lambda: (OneHead(), (_rows(4, 16),)),
     "windows": lambda: (Windows(), (_rows(4, 16),)),
+    "padded features": lambda: (Padded(), (_rows(4, 16),)),
     "activations in place": lambda: (_activated(), (_rows(16),)),
     "classes that torch was told of": lambda: (ToldOf(), (_rows(16),)),
     "bags": lambda: (Bags(), (torch.randint(0, 24, (BATCH, 3)),)),

@@ -62,3 +62,14 @@ def test_the_backward_of_an_activation_keeps_the_layout(name: str, placement: Pl
     result = ACTIVATIONS[name](x * 1)
     (gradient,) = torch.autograd.grad(result, x, torch.ones_like(result))
     assert result.placements == gradient.placements == (placement,)
+
+
+@pytest.mark.parametrize("name", ["index_copy_", "index_add_"])
+def test_an_op_in_place_writes_what_it_redistributes(name: str) -> None:
+    mesh = mesh_without_groups([2])
+    source = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])
+    places = DTensor.from_local(torch.tensor([0, 2]), mesh, [Replicate()])
+    written = source.new_zeros(4, 3)
+    assert getattr(written, name)(1, places, source) is written
+    assert written.placements == (Shard(0),)
+    assert written.to_local().tolist() == [[1, 0, 1], [1, 0, 1]]
