@@ -134,13 +134,17 @@ def scattered_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tens
         return None
     ((position, part),) = taken
     dim = position - len(parts) if Ellipsis in parts[:position] else position
-    if isinstance(part, int):
-        return torch.select_scatter(tensor, value.to(tensor.dtype).expand_as(tensor.select(dim, part)), dim, part)
-    start, stop, step = part.indices(tensor.shape[dim])
-    size = len(range(start, stop, step))
     shape = [*tensor.shape]
-    shape[dim] = size
-    return torch.slice_scatter(tensor, value.to(tensor.dtype).expand(shape), dim, start, stop, step)
+    if isinstance(part, int):
+        del shape[dim]
+    else:
+        shape[dim] = len(range(*part.indices(tensor.shape[dim])))
+    if value.dim() > len(shape):
+        return None
+    new = value.to(tensor.dtype).expand(shape)
+    if isinstance(part, int):
+        return torch.select_scatter(tensor, new, dim, part)
+    return torch.slice_scatter(tensor, new, dim, *part.indices(tensor.shape[dim]))
 
 
 def assigned_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
