@@ -11,6 +11,8 @@ DTensor looks up the shapes of each result.
 **Batch norms.** On the meta device a batch norm divides by n - 1, where n is the number of values per channel, which
 may be 1 in the smallest micro-batch that a search looks at.
 
+**Autocast.** ``torch.autocast(x.device.type, enabled=False)`` is an error where ``x`` is on the meta device.
+
 **Shifts.** DTensor takes ``x >> 4`` and ``x << 4`` for ops in place, as the names of ``aten.__rshift__`` and
 ``aten.__lshift__`` end in "_", and returns ``x`` as it is.
 
@@ -72,6 +74,7 @@ def mend_torch() -> None:
         (torch._meta_registrations, _GROUPED_MM, _in_any_dtype),
         (decompositions, _BATCH_NORM, _of_one_value),
         (type(DTensor._op_dispatcher), _END_OF_DISPATCH, _with_what_was_written),
+        (torch.autocast, "__init__", _off_on_meta),
     )
     for module, name, mend in mended:
         function = getattr(module, name)
@@ -95,6 +98,17 @@ def _with_what_was_written(end_of_dispatch: Any) -> Any:
         return result
 
     return end
+
+
+def _off_on_meta(init: Any) -> Any:
+    @functools.wraps(init)
+    def on_or_off(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **names: Any
+    ) -> None:
+        device_type = "cpu" if device_type == "meta" and not enabled else device_type
+        init(self, device_type, dtype, enabled, *rest, **names)
+
+    return on_or_off
 
 
 def _pointwise(*arguments: Any) -> list[tuple[list[Placement], list[Placement | None]]]:

@@ -154,6 +154,32 @@ def assigned_values(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tenso
 
 
 @contextmanager
+def without_autocast_off() -> Iterator[None]:
+    """Within this context, ``torch.autocast(..., enabled=False)`` does nothing, as it does where autocast is not on."""
+    enter: Any = torch.autocast.__enter__
+    leave: Any = torch.autocast.__exit__
+
+    def entered(self: Any) -> Any:
+        return enter(self) if self._enabled else self
+
+    def left(self: Any, *error: Any) -> Any:
+        return leave(self, *error) if self._enabled else None
+
+    with (
+        mock.patch.object(torch.autocast, "__enter__", entered),
+        mock.patch.object(torch.autocast, "__exit__", left),
+    ):
+        yield
+
+
+@contextmanager
+def calls_as_ops() -> Iterator[None]:
+    """Within this context, assignments are ops (`assignments_as_ops`), and autocast that is off leaves no trace."""
+    with assignments_as_ops(), without_autocast_off():
+        yield
+
+
+@contextmanager
 def assignments_as_ops() -> Iterator[None]:
     """Within this context, assignments by a mask, or of what needs gradients, are ops that have rules and backwards."""
     assign = torch.Tensor.__setitem__

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 
 class Rotated(nn.Module):
-    """Rotates neighbouring features by their position, as video transformers and GPT-J do, into an empty tensor."""
+    """Rotates neighbouring features by their position, as video transformers and GPT-J do, into an empty tensor.
+
+    The angles are computed with autocast off, as rotary embeddings of many models are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -15,7 +18,8 @@ class Rotated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        angles = torch.arange(hidden.shape[1], device=x.device, dtype=x.dtype)[:, None]
+        with torch.autocast(x.device.type, enabled=False):
+            angles = torch.arange(hidden.shape[1], device=x.device, dtype=x.dtype)[:, None]
         left, right = hidden[..., 0::2], hidden[..., 1::2]
         rotated = torch.empty_like(hidden)
         rotated[..., 0::2] = left * angles.cos() - right * angles.sin()

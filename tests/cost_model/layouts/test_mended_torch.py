@@ -73,3 +73,10 @@ def test_an_op_in_place_writes_what_it_redistributes(name: str) -> None:
     assert getattr(written, name)(1, places, source) is written
     assert written.placements == (Shard(0),)
     assert written.to_local().tolist() == [[1, 0, 1], [1, 0, 1]]
+
+
+def test_autocast_that_is_off_may_be_named_on_the_meta_device() -> None:
+    with torch.autocast("meta", enabled=False):
+        assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(RuntimeError, match="meta"):
+        torch.autocast("meta", torch.bfloat16)

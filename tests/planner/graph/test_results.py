@@ -167,6 +167,26 @@ class Cast(nn.Module):
             return self.inner(x).float().sum()
 
 
+class CastOff(nn.Module):
+    """Runs a layer with autocast off, named by its input's device and in a decorator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    @torch.autocast("cuda", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(device_type=x.device.type, enabled=False):
+            angles = torch.arange(16, device=x.device).to(x.dtype).cos()
+        return (self.inner(x) * angles).sum()
+
+
+def test_autocast_that_is_off_leaves_no_op() -> None:
+    names = {op.target_name for op in graph_of(CastOff(), torch.zeros(8, 16)).ops}
+    assert "aten.linear.default" in names
+    assert not any("autocast" in name or "opaque" in name for name in names)
+
+
 class Spoken(nn.Module):
     """Compares what it hears with texts; the number of frames follows from an input."""
 
