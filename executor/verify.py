@@ -62,8 +62,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """Return what ``shardplan verify`` prints."""
-        text: str = importlib.import_module("api.render.plan").verification_text(self.to_dict())
-        return text
+        return str(importlib.import_module("api.render.plan").verification_text(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""

@@ -76,8 +76,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return the tables that ``shardplan explain`` prints."""
-        text: str = importlib.import_module("api.render.explanation").explanation_text(self)
-        return text
+        return str(importlib.import_module("api.render.explanation").explanation_text(self))
 
 
 def explain(

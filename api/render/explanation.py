@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from api.render.text import duration, new_table, size
+from api.render.text import duration, new_table, printed, size
 from planner.explanation import Alternative, Aspect, Explanation, difference
 
 _ASPECTS: dict[Aspect, str] = {"stored": "Stored as", "computed": "Computed as"}
@@ -49,9 +48,7 @@ def _difference(alternative: Alternative, explanation: Explanation) -> dict[str,
 
 def explanation_text(explanation: Explanation) -> str:
     """Return what `show_explanation` prints."""
-    printed = io.StringIO()
-    show_explanation(explanation, Console(file=printed, highlight=False, width=160))
-    return printed.getvalue().rstrip("\n")
+    return printed(lambda console: show_explanation(explanation, console))
 
 
 def show_explanation(explanation: Explanation, console: Console) -> None:

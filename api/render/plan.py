@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from api.render.layout_lines import layout_lines
 from api.render.mesh_lines import mesh_lines
 from api.render.run_cost import cluster_of, device_word
 from api.render.techniques import technique_lines
-from api.render.text import bars, duration, fold, size_unit, time_unit
+from api.render.text import bars, duration, fold, printed, size_unit, time_unit
 from api.requests.run_cost import RunCost
 from planner.plan.sharding_plan import Estimate, Job, Pipeline, ShardingPlan
 
@@ -173,9 +172,7 @@ def _quiet_notes(plan: ShardingPlan) -> str:
 
 def verification_text(report: Mapping[str, Any]) -> str:
     """Return what `show_verification` prints."""
-    printed = io.StringIO()
-    show_verification(report, Console(file=printed, highlight=False, width=160))
-    return printed.getvalue().rstrip("\n")
+    return printed(lambda console: show_verification(report, console))
 
 
 def show_verification(report: Mapping[str, Any], console: Console) -> None:

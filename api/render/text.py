@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 WIDTH = 80
@@ -175,6 +177,13 @@ def bars(title: str, amounts: Mapping[str, float], unit: str, one: float, notes:
         else:
             lines.append(f"{head}  {note}".rstrip())
     return lines
+
+
+def printed(show: Callable[[Console], None]) -> str:
+    """Return what ``show`` prints on the console that it is given, 160 columns wide, without colours."""
+    text = io.StringIO()
+    show(Console(file=text, highlight=False, width=160))
+    return text.getvalue().rstrip("\n")
 
 
 def new_table(*columns: str) -> Table:

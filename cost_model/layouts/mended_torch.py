@@ -17,7 +17,7 @@ may be 1 in the smallest micro-batch that a search looks at.
 ``aten.__lshift__`` end in "_", and returns ``x`` as it is.
 
 **Ops in place.** Where an op in place redistributes the tensor that it writes, as ``index_copy_`` and ``index_add_``
-may, DTensor changes the tensor's placements and leaves its values as they were.
+may, DTensor changes the tensor's placements and leaves its values as they were. Of a view, this is an error here.
 
 **Backwards of activations.** DTensor has no rules for those of hard-swish, leaky ReLU and others, which are pointwise.
 """
@@ -91,9 +91,17 @@ def _with_what_was_written(end_of_dispatch: Any) -> Any:
     def end(
         self: Any, op_call: Any, args: Any, kwargs: Any, mesh: Any, sharding: Any, local_results: Any, *rest: Any
     ) -> Any:
-        result = end_of_dispatch(self, op_call, args, kwargs, mesh, sharding, local_results, *rest)
-        is_in_place = bool(args) and result is args[0] and isinstance(result, DTensor)
-        if is_in_place and isinstance(local_results, torch.Tensor) and local_results is not result._local_tensor:
+        written: Any = args[0] if args else None
+        before = written._spec.placements if isinstance(written, DTensor) else None
+        result: Any = end_of_dispatch(self, op_call, args, kwargs, mesh, sharding, local_results, *rest)
+        if before is None or result is not written or result._spec.placements == before:
+            return result
+        if isinstance(local_results, torch.Tensor) and local_results is not result._local_tensor:
+            if result._is_view():
+                raise RuntimeError(
+                    f"{op_call} writes to a view of a DTensor in another layout ({before} became "
+                    f"{result._spec.placements}), which would not reach the tensor itself. Write it out of place."
+                )
             result._local_tensor = local_results
         return result
 

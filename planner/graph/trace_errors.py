@@ -74,7 +74,7 @@ def check_is_plain(module: nn.Module) -> None:
         (scripted, "TorchScript, whose code cannot be traced", "Give it as it was before torch.jit.script or .trace."),
         (lazy, "a lazy parameter, which has no shape yet", "Call the module once with a small batch."),
         (sharded, "a DTensor, sharded already", "Give the module as it was before."),
-        *((names, f"a {kind}, a tensor with ops of its own", _QUANTIZED) for kind, names in others.items()),
+        *((names, f"a {kind}, a tensor with ops of its own", _PLAIN_PARAMETERS) for kind, names in others.items()),
     ]
     found = [fault for fault in faults if fault[0]]
     if found:
@@ -85,9 +85,9 @@ def check_is_plain(module: nn.Module) -> None:
         )
 
 
-_QUANTIZED = (
-    "Plan the module before it is quantized, or with weights that are frozen parameters of an integer dtype, which "
-    "forward dequantizes."
+_PLAIN_PARAMETERS = (
+    "Give the module with plain parameters: as it was before it was quantized, or with quantized weights as frozen "
+    "parameters of an integer dtype, which forward dequantizes."
 )
 
 

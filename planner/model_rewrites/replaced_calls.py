@@ -173,13 +173,6 @@ def without_autocast_off() -> Iterator[None]:
 
 
 @contextmanager
-def calls_as_ops() -> Iterator[None]:
-    """Within this context, assignments are ops (`assignments_as_ops`), and autocast that is off leaves no trace."""
-    with assignments_as_ops(), without_autocast_off():
-        yield
-
-
-@contextmanager
 def assignments_as_ops() -> Iterator[None]:
     """Within this context, assignments by a mask, or of what needs gradients, are ops that have rules and backwards."""
     assign = torch.Tensor.__setitem__
@@ -192,4 +185,11 @@ def assignments_as_ops() -> Iterator[None]:
             tensor.copy_(new)
 
     with mock.patch.object(torch.Tensor, "__setitem__", as_ops):
+        yield
+
+
+@contextmanager
+def calls_as_ops() -> Iterator[None]:
+    """Within this context, assignments are ops (`assignments_as_ops`), and autocast that is off leaves no trace."""
+    with assignments_as_ops(), without_autocast_off():
         yield

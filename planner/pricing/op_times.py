@@ -250,10 +250,10 @@ class OpTimes:
             query, value: shapes of the device's shards.
         """
         profile, dtype = local.profile, local.dtype
-        name = self._kernel if len(local.shapes[0]) == 4 else "unfused"
+        kind = self._kernel if len(local.shapes[0]) == 4 else "unfused"
         time = OpTime(
-            sum(self.kernel_s(kernel, query, value, dtype, name, backward=False) for kernel in forward),
-            sum(self.kernel_s(kernel, query, value, dtype, name, backward=True) for kernel in backward)
+            sum(self.kernel_s(kernel, query, value, dtype, kind, backward=False) for kernel in forward),
+            sum(self.kernel_s(kernel, query, value, dtype, kind, backward=True) for kernel in backward)
             if profile.backward_flops > 0
             else 0.0,
         )
@@ -269,15 +269,15 @@ class OpTimes:
         self, kernel: Kernel, work: ContextParallelWork, dtype: torch.dtype, *, backward: bool
     ) -> float:
         """Return the seconds of one attention kernel of context parallelism, which a collective may overlap with."""
-        name = _DTYPE_NAMES.get(dtype, "fp32")
-        return self.kernel_s(kernel, work.query, work.value, name, self._kernel, backward=backward)
+        dtype_name = _DTYPE_NAMES.get(dtype, "fp32")
+        return self.kernel_s(kernel, work.query, work.value, dtype_name, self._kernel, backward=backward)
 
-    def kernel_s(self, kernel: Kernel, query: Shape, value: Shape, dtype: str, name: str, *, backward: bool) -> float:
+    def kernel_s(self, kernel: Kernel, query: Shape, value: Shape, dtype: str, kind: str, *, backward: bool) -> float:
         """Return the seconds of one call of an attention kernel.
 
         Args:
             query, value: shapes of the device's shards, [batch, heads, seq, head_dim]; seq and heads are not used.
-            name: the kernel: "flash", "flash3", ... or "unfused".
+            kind: "unfused", or the fused kernel: one of ``cost_model.kernels.attention.KERNELS``.
         """
         shipped = shipped_efficiency()
         return attention_time_s(
@@ -292,7 +292,7 @@ class OpTimes:
             backward=backward,
             device=self._device,
             dtype=dtype,
-            kernel=name,
+            kernel=kind,
             efficiency=dataclasses.replace(shipped, unfused=_NO_BYTES) if self._counts_attention_bytes else shipped,
         )
 

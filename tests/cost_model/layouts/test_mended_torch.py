@@ -73,6 +73,8 @@ def test_an_op_in_place_writes_what_it_redistributes(name: str) -> None:
     assert getattr(written, name)(1, places, source) is written
     assert written.placements == (Shard(0),)
     assert written.to_local().tolist() == [[1, 0, 1], [1, 0, 1]]
+    with pytest.raises(RuntimeError, match="writes to a view of a DTensor"):
+        getattr(source.new_zeros(4, 6)[:, :3], name)(1, places, source)
 
 
 def test_autocast_that_is_off_may_be_named_on_the_meta_device() -> None:

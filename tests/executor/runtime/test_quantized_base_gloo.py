@@ -6,11 +6,9 @@ import pytest
 import torch
 from support.gloo import run_on_gloo
 from support.quantized_modules import BLOCK, EightBitLinear, FourBitLinear, QuantizedModel
+from support.trained_steps import Errors, errors_in_steps
 from torch import nn
 
-from executor.resolve.batch import local_batch
-from executor.resolve.mesh import device_mesh_for
-from executor.shard import shard_module
 from planner import PlanningSession, ShardingPlan
 from planner.verification.verify_plan import verification_of
 
@@ -57,32 +55,15 @@ def test_it_runs_as_planned(kind: str, planner: str) -> None:
     assert verification_of(session.module, plan, session.inputs).outcome == "as-planned"
 
 
-def run_steps(rank: int, kind: str) -> dict[str, float]:
-    errors = {}
-    for planner in PLANNERS:
-        plan = planned(kind, planner)
-        reference, model = module_of(kind), module_of(kind)
-        mesh = device_mesh_for(plan)
-        shard_module(model, mesh, plan)
-        error = 0.0
-        both = (reference, model)
-        optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in both]
-        for _ in range(3):
-            expected, loss = reference(IDS, LABELS), model(*local_batch((IDS, LABELS), mesh, plan))
-            expected.backward()
-            loss.backward()
-            error = max(error, abs(expected.item() - loss.full_tensor().item()))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for own, sharded in zip(reference.parameters(), model.parameters(), strict=True):
-            assert own.dtype == sharded.dtype
-            error = max(error, (own - sharded.full_tensor()).abs().max().item())
-        errors[planner] = error
-    return errors
+def errors(rank: int, kind: str) -> dict[str, Errors]:
+    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return module_of(kind), (IDS, LABELS)
+
+    return {planner: errors_in_steps(planned(kind, planner), make) for planner in PLANNERS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_parameters_equal_the_unsharded_modules(kind: str) -> None:
-    for errors in run_on_gloo(run_steps, 4, kind):
-        assert max(errors.values()) <= 1e-5, errors
+    for by_planner in run_on_gloo(errors, 4, kind):
+        for planner, found in by_planner.items():
+            assert max(found) <= 1e-5, planner
