@@ -32,6 +32,7 @@ from executor.ops.reductions import LOSSES, loss, nll_loss, total
 from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor
+from planner.model_rewrites.selected_rows.calls import SelectedRows
 
 OwnOp = Callable[..., Any]
 """(redistributor, the call's arguments) -> the call's result, or NotImplemented if the op does not cover the call."""
@@ -100,6 +101,8 @@ class OwnOps(TorchFunctionMode):
         self._redistributor = redistributor
         self._local_ops = frozenset(local_ops)
         self._running: set[Callable[..., Any]] = set()
+        self._selected_rows = SelectedRows()
+        self._on_selected_rows = False
         self._own_ops = _OWN_OPS if shared_input_linears is None else {**_OWN_OPS, F.linear: shared_input_linears}
 
     def __torch_function__(
@@ -110,6 +113,10 @@ class OwnOps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if not self._on_selected_rows and self._selected_rows.may_run(func, args):
+            result = self._run_on_selected_rows(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if self._local_ops:
             result = self._run_local(func, args, kwargs)
             if result is not NotImplemented:
@@ -122,6 +129,16 @@ class OwnOps(TorchFunctionMode):
                 return result
         result = write_to_plain(self._redistributor, func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+    def _run_on_selected_rows(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+            return NotImplemented
+        self._on_selected_rows = True  # what the calls are made of is not looked at again
+        try:
+            with self:
+                return self._selected_rows.run(func, args, kwargs)
+        finally:
+            self._on_selected_rows = False
 
     def _run_local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a local op, or of a function of torch in Python, whose body may call one."""

@@ -35,6 +35,7 @@ from executor.torch_internals.function_modes import without_mode
 from executor.torch_internals.random import random_region
 from executor.torch_internals.shown_parameters import Slot, sharded_slots, showing
 from planner.model_rewrites.local_module import LocalModule
+from planner.model_rewrites.selected_rows.selection import selection_of
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 
@@ -67,7 +68,9 @@ class LocalForward:
         """Call the module; arguments are DTensors, plain tensors that are whole, and numbers."""
         by_path = tensors_by_path(args, kwargs)
         slots = self._slots()
-        split = self._split_axes(args, kwargs, by_path) if slots is not None else None
+        # Selected rows (`planner.model_rewrites.selected_rows`) stay with DTensor, which keeps what selected them.
+        is_plain = slots is not None and not any(map(selection_of, by_path.values()))
+        split = self._split_axes(args, kwargs, by_path) if is_plain else None
         if split is None:
             return self._forward(*args, **kwargs)
         assert slots is not None

@@ -21,6 +21,7 @@ from executor.runtime.saved_tensor_recompute import recompute_copies
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm
 from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
+from planner.model_rewrites.selected_rows.selection import keep_selection
 from planner.plan.ports import Port
 
 
@@ -56,13 +57,14 @@ def through_port(
         is_local: whether a plain tensor is this rank's shard under ``port.from_local``, or under ``port.layout`` where
             that is None. If not, it is the whole tensor.
     """
-    redistributor = shared.redistributor
+    redistributor, given = shared.redistributor, tensor
     if not isinstance(tensor, DTensor) and (is_local or port.from_local is not None):
         placements = port.layout if port.from_local is None else port.from_local
         tensor = DTensor.from_local(tensor, redistributor.device_mesh, placements, run_check=False)
     layout = form.layout(port.layout, tensor.shape, redistributor)
     source_grad = None if port.source_grad is None else form.layout(port.source_grad, tensor.shape, redistributor)
     result = shared.redistribute(tensor, layout, port.grad, source_grad, reallgather=port.reallgather)
+    keep_selection(given, result)
     return result.to_local() if port.to_local else result
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
+from enum import Enum
 
 from torch import nn
 
@@ -13,6 +15,7 @@ from planner.graph.op_graph import OpGraph
 from planner.graph.opaque_calls import opaque_calls
 from planner.graph.trace_errors import cannot_run
 from planner.model_rewrites.opaque_op import opaque_as_one_op
+from planner.model_rewrites.selected_rows.trace import is_in_list, masks_keep_all
 from planner.plan.patterns import resolve_keys
 
 _MOST_TRIES = 8
@@ -31,7 +34,8 @@ def trace_with_opaque(
     """Return the graph of ``module``, with the modules that cannot be traced as opaque modules.
 
     A module that fails, and those like it, become opaque; where their results cannot be traced either, the module
-    around them does.
+    around them does. Before a module becomes opaque that is in no list, such as the root, the trace keeps all elements
+    that its masks select from (`planner.model_rewrites.selected_rows`).
 
     Args:
         module: on the meta device.
@@ -45,18 +49,24 @@ def trace_with_opaque(
     Raises:
         ModelError: ``error``, or the error of the first trace, where there is no way out.
     """
-    opaque = set(named)
+    opaque, masks = set(named), _Masks.UNTRIED
     failing = None if error is None else error.module
     for _ in range(_MOST_TRIES):
         if error is not None:
-            before = opaque
-            opaque = opaque if failing is None else _with_module(module, opaque, failing)
-            if opaque == before:
+            if failing is None:
                 break
-        modules = {module.get_submodule(name) for name in opaque}
+            if not is_in_list(failing) and masks is _Masks.UNTRIED:
+                masks = _Masks.KEEP_ALL
+            else:
+                masks = masks if is_in_list(failing) else _Masks.SELECT
+                before = opaque
+                opaque = _with_module(module, opaque, failing)
+                if opaque == before:
+                    break
         try:
+            modules = {module.get_submodule(name) for name in opaque}
             calls = opaque_calls(module, modules, inputs, samples, batch)
-            with opaque_as_one_op(calls):
+            with opaque_as_one_op(calls), masks_keep_all(module) if masks is _Masks.KEEP_ALL else nullcontext():
                 return trace()
         except ModelError as again:
             error = error or again
@@ -66,6 +76,14 @@ def trace_with_opaque(
             failing = _around(failing)
     assert error is not None
     raise error
+
+
+class _Masks(Enum):
+    """What the elements that a mask selects are in a trace: as many as the mask says, or all."""
+
+    UNTRIED = "untried"
+    KEEP_ALL = "keep all"
+    SELECT = "select"
 
 
 def _with_module(module: nn.Module, opaque: set[str], failing: str) -> set[str]:

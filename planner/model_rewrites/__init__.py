@@ -9,6 +9,7 @@ masks and transformers' cache    eager_masks, cache_argument
 checks of values, checkpoints    replaced_calls.without_value_checks, .without_own_checkpoints
 branches on random numbers       random_branches.likelier_branches
 assignments, autocast            replaced_calls.calls_as_ops
+elements that a mask selects     selected_rows
 recurrent layers' weights        recurrent.read_recurrent_weights
 dims on which an op is split     independent_dims.split_outputs
 opaque modules as one op         opaque_op.opaque_as_one_op

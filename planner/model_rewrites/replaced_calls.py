@@ -8,6 +8,7 @@ which DTensor has no rule.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -177,6 +178,7 @@ def assignments_as_ops() -> Iterator[None]:
     """Within this context, assignments by a mask, or of what needs gradients, are ops that have rules and backwards."""
     assign = torch.Tensor.__setitem__
 
+    @functools.wraps(assign)
     def as_ops(tensor: torch.Tensor, index: Any, value: Any) -> None:
         new = assigned_values(tensor, index, value)
         if new is None:

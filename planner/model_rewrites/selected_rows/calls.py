@@ -1,0 +1,127 @@
+"""`SelectedRows`: runs the calls that select rows, and those that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.model_rewrites.selected_rows.each_row import RESHAPES, treats_each_row
+from planner.model_rewrites.selected_rows.losses import (
+    CLASS_LOSSES,
+    ELEMENT_LOSSES,
+    TOTALS,
+    loss_of_classes,
+    loss_of_elements,
+    total_of_rows,
+)
+from planner.model_rewrites.selected_rows.selection import (
+    Selection,
+    have_rows,
+    mask_of_index,
+    may_select,
+    mixed_rows,
+    select_rows,
+    selection_of,
+    with_rows,
+)
+
+_OF_NO_VALUES = frozenset({"dtype", "device", "requires_grad", "ndim", "is_meta", "dim", "is_floating_point", "layout"})
+_OF_SIZES = frozenset({"shape", "size", "numel", "__len__", "nelement"})
+
+
+class SelectedRows:
+    """Runs the calls that select elements by a mask, and those that read what was selected, as a trace found them.
+
+    Between these calls, a planned run has some of its own: it makes views of what enters a module.
+    """
+
+    def __init__(self) -> None:
+        self._are_there = False
+
+    def may_run(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Return whether `run` may have a result for a call: a quick look."""
+        return self._are_there or may_select(func, args)
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call; NotImplemented if it selects nothing and reads nothing that was selected.
+
+        Raises:
+            ModelError: the call reads what was selected in a way that is not supported.
+        """
+        selected = self.select(func, args, kwargs)
+        if selected is not NotImplemented:
+            self._are_there = True
+            return selected
+        if not self._are_there:
+            return NotImplemented
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        selections = [selection for leaf in leaves if (selection := selection_of(leaf)) is not None]
+        if not selections:
+            return NotImplemented
+        for other in selections[1:]:
+            self.check_alike(selections[0].mask, other.mask)
+        return self._run_on_rows(func, args, dict(kwargs), selections[0])
+
+    def select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the rows that a call selects by a mask, or their places; NotImplemented if it does not."""
+        return select_rows(func, args, kwargs)
+
+    def _run_on_rows(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
+    ) -> Any:
+        name, mask = _name(func), selection.rows
+        if name in _OF_NO_VALUES:
+            return func(*args, **kwargs)
+        if name in _OF_SIZES:
+            return self.sizes(name, func, args, kwargs)
+        if name == "__setitem__":
+            return _put_back(args, mask)
+        if func in CLASS_LOSSES:
+            return loss_of_classes(func, args, kwargs, selection)
+        if func in ELEMENT_LOSSES:
+            return loss_of_elements(func, args, kwargs, selection)
+        if func in TOTALS:
+            total = total_of_rows(TOTALS[func], args, kwargs, mask)
+            if total is not NotImplemented:
+                return total
+        elif not treats_each_row(name, args, kwargs):
+            return self.run_other(name, func, args, kwargs, selection)
+        is_places = selection.is_places and (name in RESHAPES or name == "__getitem__")
+        return with_rows(name, func(*args, **kwargs), replace(selection, is_places=is_places))
+
+    def run_other(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
+    ) -> Any:
+        """Return the result of a call that is not known to treat each row by itself."""
+        result = func(*args, **kwargs)
+        return with_rows(name, result, selection) if have_rows(result, selection) else result
+
+    def check_alike(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Raise a `ModelError` unless two masks select the same elements, where that can be known."""
+
+    def sizes(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the sizes that a call asks for."""
+        return func(*args, **kwargs)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the attribute that it reads."""
+    name = getattr(func, "__name__", "") or getattr(func, "_qualified_op_name", "")
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return str(name).rpartition("::")[2]
+
+
+def _put_back(args: tuple[Any, ...], mask: torch.Tensor) -> None:
+    """Assign rows to the elements that they were selected from: ``tensor[mask] = rows``."""
+    tensor, index, value = args
+    given = mask_of_index(tensor, index)
+    fits = given is not None and given.numel() == mask.numel() and tensor.dim() == value.dim() + given.dim() - 1
+    if given is None or selection_of(value) is None or not fits:
+        raise mixed_rows("an assignment")
+    condition = given.reshape(tuple(given.shape) + (1,) * (value.dim() - 1))
+    tensor.copy_(torch.where(condition, value.reshape(tensor.shape).to(tensor.dtype), tensor))

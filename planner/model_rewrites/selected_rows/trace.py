@@ -1,0 +1,139 @@
+"""`masks_keep_all`: selected rows in a trace, where sizes are looked at, and masks are compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from planner.errors import ModelError
+from planner.model_rewrites.selected_rows.calls import SelectedRows
+from planner.model_rewrites.selected_rows.selection import Selection, mixed_rows
+
+
+class _TracedRows(SelectedRows):
+    """Selected rows in a trace, where sizes are looked at, and it is known which masks are computed alike."""
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self._names = names
+        self._origins: dict[int, tuple[Hashable, torch.Tensor]] = {}
+
+    def select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        selected = super().select(func, args, kwargs)
+        if selected is not NotImplemented:
+            name = self._running_module()
+            if name is not None and is_in_list(name):
+                raise ModelError(f"{name} selects elements by a mask.", module=name)
+        return selected
+
+    def _running_module(self) -> str | None:
+        """Return the FQN of the innermost module whose forward runs."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            code = frame.f_code
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+            if code.co_name == "forward" and isinstance(owner, nn.Module) and owner in self._names:
+                return self._names[owner]
+            frame = frame.f_back
+        return None
+
+    def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Remember how ``result`` was computed, if it may become a mask."""
+        if not isinstance(result, torch.Tensor) or result.is_floating_point():
+            return
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if not any(leaf is result for leaf in leaves):
+            origin = getattr(func, "__name__", ""), str(structure), tuple(map(self._origin, leaves))
+            self._origins[id(result)] = origin, result
+
+    def _origin(self, leaf: Any) -> Hashable:
+        """Return a value that is the same for numbers that are equal, and tensors that are computed alike."""
+        if not isinstance(leaf, torch.Tensor):
+            return repr(leaf)
+        known = self._origins.get(id(leaf))
+        return (id(leaf), leaf._version) if known is None else (known[0], leaf._version)
+
+    def check_alike(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        if first is not second and self._origin(first) != self._origin(second):
+            raise ModelError("The forward reads elements that two masks select as if they were the same elements.")
+
+    def run_other(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
+    ) -> Any:
+        raise mixed_rows(name)
+
+    def sizes(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
+            return _Sizes(func(*args, **kwargs))
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if name == "size" and isinstance(dim, int) and dim % args[0].dim():
+            return func(*args, **kwargs)
+        raise _counted()
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._rows = _TracedRows({part: name for name, part in root.named_modules()})
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self._rows.run(func, args, kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        self._rows.computed(func, args, kwargs, result)
+        return result
+
+
+@contextmanager
+def masks_keep_all(root: nn.Module) -> Iterator[None]:
+    """Within this context, a trace of ``root`` has all elements in place of those that a mask selects.
+
+    In a module that is in a list they are an error: an expert would compute all tokens, not those that choose it.
+    """
+    with _Mode(root):
+        yield
+
+
+def is_in_list(name: str) -> bool:
+    """Return whether a module is in a list, as blocks and experts are."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _counted() -> ModelError:
+    return ModelError(
+        "The forward asks how many elements a mask selects.", what_to_do="Use the sum of the mask, as a tensor."
+    )
+
+
+class _Sizes(tuple[int, ...]):
+    """The shape of selected rows, of which the first size is not known."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        taken = range(len(self))[index]
+        if 0 in (taken if isinstance(index, slice) else (taken,)):
+            raise _counted()
+        return tuple.__getitem__(self, index)
+
+    def __iter__(self) -> Iterator[int]:
+        raise _counted()
+
+    def numel(self) -> int:
+        """Raise an error, as `torch.Size.numel` needs the first size."""
+        raise _counted()
