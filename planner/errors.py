@@ -63,13 +63,19 @@ def _rebuild(cls: type[PlannerError], args: tuple[object, ...], data: dict[str, 
 
 
 class ModelError(PlannerError):
-    """A model that cannot be read, built or traced; ``module`` is the FQN at fault, where one is known."""
+    """A model that cannot be read, built or traced.
+
+    Attributes:
+        module: FQN of the module at fault; None where it is not known.
+        cause: what it does, in a few words; "" where they would say no more than the error.
+    """
 
     title = "The model cannot be used"
 
-    def __init__(self, detail: str, *, what_to_do: str = "", module: str | None = None) -> None:
+    def __init__(self, detail: str, *, what_to_do: str = "", module: str | None = None, cause: str = "") -> None:
         super().__init__(detail, what_to_do=what_to_do)
         self.module = module
+        self.cause = cause
 
 
 class UnsupportedOpError(ModelError):

@@ -130,12 +130,14 @@ class TracedJob:
 
         With one of them opaque, another may be found: in equal regions, or behind it.
         """
-        opaque = list(self.spec.opaque_modules)
+        opaque = dict.fromkeys(self.spec.opaque_modules, "")
         while (found := unsupported_ops(self._planner.model.base, self._planner.table)) is not None:
-            patterns = [module for _, module, _ in found.ops if module not in opaque]
+            patterns = {
+                module: f"DTensor does not run {op}" for op, module, _ in reversed(found.ops) if module not in opaque
+            }
             if self.module is None or not patterns:
                 return
-            opaque += patterns
+            opaque |= patterns
             try:
                 module = self._traced(self.module, opaque)
             except ModelError:
@@ -153,7 +155,7 @@ class TracedJob:
         estimate = with_host_time_of_local_modules(plan.estimate, structure, plan, modules, device)
         return dataclasses.replace(plan, estimate=estimate)
 
-    def _traced(self, model: nn.Module, opaque_modules: Sequence[str]) -> TracedModule:
+    def _traced(self, model: nn.Module, opaque_modules: Sequence[str] | Mapping[str, str]) -> TracedModule:
         """Return ``model`` traced for the job, whose numbers of micro-batches are then those that the graph serves."""
         largest = self._batch // self._counts[0]
         with gc_pause.paused(), self._clock.stage("trace_s"):

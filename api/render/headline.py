@@ -19,6 +19,7 @@ LOUD_NOTES = (
     "the plan assumes async",
     "shard_module does not run",
     "the devices differ",
+    "the whole model runs as one op",
 )
 """Beginnings of the notes that say that a plan, or its figures, are not what one would take them for."""
 
@@ -124,7 +125,8 @@ def warning_texts(plan: ShardingPlan) -> Iterator[str]:
     useful, total = useful_devices(plan), plan.mesh.size
     if useful < total:
         axes = f"{useful:,} of {total:,} devices do all the work; the others repeat it."
-        yield f"{axes} Use {useful:,} {'device' if useful == 1 else 'devices'}, or a larger batch."
+        otherwise = "mend what makes the model one op" if "" in plan.opaque_modules else "a larger batch"
+        yield f"{axes} Use {useful:,} {'device' if useful == 1 else 'devices'}, or {otherwise}."
     if estimate is not None:
         yield from _memory_warnings(plan, estimate)
     if plan.verification is not None and plan.verification.outcome == "not-run":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from enum import Enum
 
@@ -28,7 +28,7 @@ def trace_with_opaque(
     batch: int,
     trace: Callable[[], OpGraph],
     *,
-    named: Collection[str] = (),
+    named: Mapping[str, str] | None = None,
     error: ModelError | None = None,
 ) -> OpGraph:
     """Return the graph of ``module``, with the modules that cannot be traced as opaque modules.
@@ -43,13 +43,14 @@ def trace_with_opaque(
         samples: samples in ``inputs``.
         batch: samples at which the model is traced.
         trace: traces ``module``.
-        named: FQNs of modules that are opaque in any case.
+        named: FQN of a module that is opaque in any case -> why (`ModelError.cause`); "" if the user named it.
         error: the error of the trace with the ``named`` modules alone, if it has failed.
 
     Raises:
         ModelError: ``error``, or the error of the first trace, where there is no way out.
     """
-    opaque, masks = set(named), _Masks.UNTRIED
+    opaque, masks = dict(named or {}), _Masks.UNTRIED
+    latest = error
     failing = None if error is None else error.module
     for _ in range(_MOST_TRIES):
         if error is not None:
@@ -60,19 +61,23 @@ def trace_with_opaque(
             else:
                 masks = masks if is_in_list(failing) else _Masks.SELECT
                 before = opaque
-                opaque = _with_module(module, opaque, failing)
-                if opaque == before:
+                names = _with_module(module, set(opaque), failing)
+                cause = latest.cause if latest is not None else ""
+                opaque = {name: opaque.get(name, cause) for name in names}
+                if opaque.keys() == before.keys():
                     break
         try:
-            modules = {module.get_submodule(name) for name in opaque}
-            calls = opaque_calls(module, modules, inputs, samples, batch)
-            with opaque_as_one_op(calls), masks_keep_all(module) if masks is _Masks.KEEP_ALL else nullcontext():
+            causes = {module.get_submodule(name): cause for name, cause in opaque.items()}
+            calls = opaque_calls(module, causes.keys(), inputs, samples, batch)
+            with opaque_as_one_op(calls, causes), masks_keep_all(module) if masks is _Masks.KEEP_ALL else nullcontext():
                 return trace()
         except ModelError as again:
+            latest = again
             error = error or again
             failing = again.module if again.module is not None else _around(failing)
         except Exception as again:  # noqa: BLE001  whatever the forward raises without values: the module around it may run
-            error = error or cannot_run(module, again)
+            latest = cannot_run(module, again)
+            error = error or latest
             failing = _around(failing)
     assert error is not None
     raise error
@@ -113,12 +118,12 @@ def _around(name: str | None) -> str | None:
     return name.rpartition(".")[0] if name else None
 
 
-def opaque_names(module: nn.Module, patterns: Iterable[str]) -> frozenset[str]:
-    """Return the FQNs of the modules that ``patterns`` name; of modules inside each other, the outer one.
+def opaque_names(module: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    """Return FQN -> cause of the modules that ``patterns`` name, which have causes; of nested modules, the outer one.
 
     Raises:
         UnmatchedKeyError: a pattern that no module matches.
     """
     modules = dict(module.named_modules())
-    names = set(resolve_keys(dict.fromkeys(patterns, ""), modules, field="opaque_modules", what="module"))
-    return frozenset(name for name in names if not any(_is_in(name, other) for other in names))
+    causes = resolve_keys(patterns, modules, field="opaque_modules", what="module")
+    return {name: cause for name, cause in causes.items() if not any(_is_in(name, other) for other in causes)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+import planner.errors
 from planner.errors import ModelError
 from planner.graph.capture import module_names
 from planner.graph.op_graph import Op, OpGraph
@@ -26,6 +29,7 @@ def cannot_trace(module: nn.Module, export_error: Exception, fx_error: Exception
         f"torch.export says {_reason(export_error)}; torch.fx says {_reason(fx_error)}.",
         what_to_do=_what_to_do(module, export_error),
         module=fqn,
+        cause=_cause(export_error),
     )
 
 
@@ -35,6 +39,7 @@ def cannot_run(module: nn.Module, error: Exception) -> ModelError:
         f"{type(module).__name__} does not run on these inputs on the meta device: {_reason(error)}.",
         what_to_do=_what_to_do(module, error),
         module=_failing_module(module, error),
+        cause=_cause(error),
     )
 
 
@@ -46,6 +51,7 @@ def shape_by_values(op: Any, fqn: str) -> ModelError:
         what_to_do="Write the module without nonzero, boolean indexing or sizes read from tensors: a mask and "
         "torch.where give a fixed shape.",
         module=fqn,
+        cause=f"{op} returns as many elements as values say",
     )
 
 
@@ -56,6 +62,7 @@ def written_in_parts(fqn: str) -> ModelError:
         "and reads the tensor afterwards.",
         what_to_do="Collect the parts in a list, and join them by torch.stack or torch.cat.",
         module=fqn,
+        cause="it assigns results that need gradients to parts of a tensor",
     )
 
 
@@ -117,6 +124,7 @@ def vectorized(fqn: str) -> ModelError:
         f"{fqn or 'the root module'} calls torch.vmap or torch.func, whose ops cannot be planned one by one.",
         what_to_do="Write it with ops on whole batches.",
         module=fqn,
+        cause="it calls torch.vmap or torch.func",
     )
 
 
@@ -142,6 +150,26 @@ def _what_to_do(module: nn.Module, error: Exception) -> str:
 def _reason(error: BaseException) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+
+
+def _cause(error: BaseException) -> str:
+    """Return what raised ``error``, in a few words, with the line of the model's code that did."""
+    if isinstance(error, ModelError):
+        cause = error.cause or error.detail.rstrip(".")
+    elif "data-dependent" in str(error) or "Cannot call item" in str(error) or "on meta tensors" in str(error):
+        cause = "it branches on values, or reads a number from a tensor"
+    else:
+        cause = _reason(error)
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_MODELS)
+    ]
+    if not frames:
+        return cause
+    return f"{cause}, at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+
+
+_NOT_MODELS = (str(Path(torch.__file__).parent), str(Path(planner.errors.__file__).parent), "<")
+"""How the paths of files begin that are not a model's."""
 
 
 def _failing_module(module: nn.Module, error: BaseException) -> str | None:

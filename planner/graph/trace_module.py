@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -116,7 +116,7 @@ def trace_module(
     phase: JobPhase = "training",
     fused_ops: bool = False,
     fused_projections: bool = False,
-    opaque_modules: Iterable[str] = (),
+    opaque_modules: Iterable[str] | Mapping[str, str] = (),
 ) -> TracedModule:
     """Return the graph of ``module`` and the facts that planning needs; ``module`` may be on the meta device.
 
@@ -135,7 +135,8 @@ def trace_module(
             any batch.
         fused_ops: whether the jobs that the graph is for use fused ops, as in `planner.plan.job.Job`.
         fused_projections: whether they use fused projections.
-        opaque_modules: FQN patterns of modules that run as one op. Those that cannot be traced need not be named.
+        opaque_modules: FQN patterns of modules that run as one op; a mapping says why (`ModelError.cause`). Those that
+            cannot be traced need not be named.
 
     Raises:
         PlannerError: the module cannot be traced, its inputs cannot be made, or it has no projections to fuse.
@@ -214,7 +215,7 @@ def trace_at_batch(
     largest: int = 1,
     fused_ops: bool = False,
     fused_projections: bool = False,
-    opaque_modules: Iterable[str] = (),
+    opaque_modules: Iterable[str] | Mapping[str, str] = (),
 ) -> TracedModule:
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
@@ -228,7 +229,8 @@ def trace_at_batch(
     check_is_plain(module)
     if fused_projections:
         module = with_fused_projections(module)
-    opaque = opaque_names(module, opaque_modules)
+    causes = opaque_modules if isinstance(opaque_modules, Mapping) else dict.fromkeys(opaque_modules, "")
+    opaque = opaque_names(module, causes)
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     if fused_ops:
         fuse_ops(copy, TRACED_OPS)
@@ -264,7 +266,7 @@ def trace_at_batch(
 
 
 def _traced_at_any_batch(
-    module: nn.Module, inputs: ExampleInputs, samples: int, largest: int, opaque: Collection[str]
+    module: nn.Module, inputs: ExampleInputs, samples: int, largest: int, opaque: Mapping[str, str]
 ) -> tuple[OpGraph, int | None]:
     """Return the graph of ``module`` for any batch and None; or, where there is none, that for ``largest`` and that.
 
@@ -297,12 +299,12 @@ def _is_one_op(graph: OpGraph) -> bool:
 
 
 def _traced(
-    module: nn.Module, inputs: ExampleInputs, samples: int, batch: int, opaque: Collection[str] = ()
+    module: nn.Module, inputs: ExampleInputs, samples: int, batch: int, opaque: Mapping[str, str] | None = None
 ) -> OpGraph:
     """Return the graph of ``module``, called with ``batch`` samples like the ``samples`` in ``inputs``.
 
     Args:
-        opaque: FQNs of the modules that are opaque in any case.
+        opaque: FQN of a module that is opaque in any case -> why.
     """
 
     def traced() -> OpGraph:

@@ -110,6 +110,7 @@ def opaque_op(
     fixed: Sequence[int],
     saved: Sequence[int],
     split: str,
+    cause: str = "",
 ) -> list[torch.Tensor]:
     """Return the tensors among the results of a module's call.
 
@@ -121,6 +122,7 @@ def opaque_op(
         per_sample, fixed: `OpaqueCosts`, in two parts.
         saved: positions of the tensors that autograd saves.
         split: `SampleSplit.text`; "" for whole tensors only.
+        cause: why the module is one op, in a few words; "" if it was named.
     """
     raise NotImplementedError("this op is only traced; shard_module runs the module's own forward")
 
@@ -136,6 +138,7 @@ class OpaqueArguments(NamedTuple):
     fixed: Sequence[int]
     saved: Sequence[int]
     split: str
+    cause: str = ""
 
     @property
     def costs(self) -> OpaqueCosts:
@@ -194,11 +197,13 @@ def _(tensors: Sequence[torch.Tensor], *others: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def opaque_as_one_op(calls: Mapping[nn.Module, Sequence[OpaqueCall]]) -> Iterator[None]:
+def opaque_as_one_op(
+    calls: Mapping[nn.Module, Sequence[OpaqueCall]], causes: Mapping[nn.Module, str]
+) -> Iterator[None]:
     """Within this context, each of the modules calls the op; its calls are taken in turns."""
     try:
         for module, each in calls.items():
-            module.__dict__["forward"] = _forward(module, each)
+            module.__dict__["forward"] = _forward(module, each, causes[module])
         yield
     finally:
         for module in calls:
@@ -211,7 +216,7 @@ def _with_gradient_as(recorded: torch.Tensor, result: torch.Tensor) -> torch.Ten
     return result.detach() if is_number and not recorded.requires_grad else result
 
 
-def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., Any]:
+def _forward(module: nn.Module, calls: Sequence[OpaqueCall], cause: str) -> Callable[..., Any]:
     """Return the forward of an opaque module in a trace: a function, as torch.export asks for in the root."""
     in_turns = itertools.cycle(calls)
 
@@ -235,6 +240,7 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall]) -> Callable[..., An
             list(call.fixed),
             [*saved, *range(len(arguments), len(arguments) + len(parameters))],
             "" if split is None else split.text,
+            cause,
         )
         given = iter(tensors)
         # The op's results need gradients if its arguments do; those of the module may not.

@@ -132,6 +132,11 @@ def opaque_splits(graph: OpGraph) -> dict[str, str]:
     return {graph.calls[op.call].fqn: OpaqueArguments(*op.args).split for op in graph.ops if op.target_name == OP_NAME}
 
 
+def opaque_causes(graph: OpGraph) -> dict[str, str]:
+    """Return FQN of an opaque module -> why it runs as one op; "" for those that were named."""
+    return {graph.calls[op.call].fqn: OpaqueArguments(*op.args).cause for op in graph.ops if op.target_name == OP_NAME}
+
+
 def opaque_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     """Return the rules of the call of an opaque module.
 

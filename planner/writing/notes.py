@@ -11,11 +11,12 @@ from planner.graph.op_graph import OpGraph
 from planner.graph.trace_module import TracedModule
 from planner.model_rewrites import fused_kernels
 from planner.plan.job import Job
+from planner.plan.patterns import match_keys
 from planner.plan.ports import PortSpec, ports_of
 from planner.pricing.run_spec import Run
 from planner.profile.shared_input_linears import gradient_sums
 from planner.run.model_analysis import ModelAnalysis
-from planner.strategies.local_ops import opaque_splits
+from planner.strategies.local_ops import opaque_causes, opaque_splits
 from planner.writing.fqn_entries import fold_names
 from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
@@ -42,8 +43,8 @@ _MUCH_UNREAD = 0.02
 """Share of the parameters from which on a note says that they are not read; a pooler that a loss leaves out is less."""
 
 OPAQUE_NOTE = (
-    "each of these runs as one op, because a trace cannot look inside or because it was named: {names}. It is split by "
-    "samples only, or not at all where it says (whole). What it costs assumes random values."
+    "each of these runs as one op: {names}. It is split by samples only, or not at all where it says (whole). What it "
+    "costs assumes random values."
 )
 
 
@@ -66,8 +67,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
         yield LATENTS_NOTE
     splits = fold_names(opaque_splits(traced.graph), module.names.modules)
     if splits:
-        opaque = (f"{name or 'the whole model'}{'' if split else ' (whole)'}" for name, split in splits.items())
-        yield OPAQUE_NOTE.format(names=", ".join(opaque))
+        yield _note_on_opaque(splits, opaque_causes(traced.graph))
     yield from _note_on_unread(traced.graph, module)
     optimizer = OPTIMIZERS[run.job.optimizer]
     if run.job.training and optimizer.not_on_dtensor is not None:
@@ -88,6 +88,25 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
             f"on the mesh {run.mesh}, {names} splits the batch only, with parameters replicated on it in compute: "
             "the gap is over such plans."
         )
+
+
+def _note_on_opaque(splits: Mapping[str, str], causes: Mapping[str, str]) -> str:
+    """Return the note on opaque modules.
+
+    Args:
+        splits: pattern of modules -> how they are split.
+        causes: FQN of a module -> why it is opaque.
+    """
+    if "" in splits:
+        how = "split by samples only" if splits[""] else "not split at all"
+        cause = f": {causes['']}" if causes.get("") else ""
+        return f"the whole model runs as one op{cause}. It is {how}; what it costs assumes random values."
+    matches = match_keys(splits, causes)
+    names = []
+    for name, split in splits.items():
+        found = dict.fromkeys(causes[fqn] for fqn in matches[name] if causes[fqn])
+        names.append(f"{name}{'' if split else ' (whole)'}{f', since {next(iter(found))}' if found else ''}")
+    return OPAQUE_NOTE.format(names="; ".join(names))
 
 
 def _note_on_unread(graph: OpGraph, module: TracedModule) -> Iterator[str]:

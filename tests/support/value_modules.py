@@ -260,3 +260,6 @@ VALUE_MODULES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "scaled by a buffer": lambda: (ScaledByStatistics(), (torch.randn(BATCH, 16),)),
     "stretched by a mask": lambda: (StretchesByAMask(), (torch.randn(BATCH, 6, 16),)),
 }
+
+LABELS_ALONE = ("labels that are counted", "a tied weight", "labels of which one is padding")
+"""Those in which a mask selects elements for the loss alone (`planner.model_rewrites.selected_rows`)."""

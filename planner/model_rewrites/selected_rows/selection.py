@@ -129,6 +129,7 @@ def mixed_rows(name: str) -> ModelError:
     return ModelError(
         f"The forward reads elements that a mask selects by {name}, which is not known to treat each by itself.",
         what_to_do="Compute on all elements, and use the mask in the loss: a mask and torch.where give a fixed shape.",
+        cause=f"it reads elements that a mask selects by {name}, which may mix them",
     )
 
 

@@ -31,7 +31,9 @@ class _TracedRows(SelectedRows):
         if selected is not NotImplemented:
             name = self._running_module()
             if name is not None and is_in_list(name):
-                raise ModelError(f"{name} selects elements by a mask.", module=name)
+                raise ModelError(
+                    f"{name} selects elements by a mask.", module=name, cause="it selects elements by a mask"
+                )
         return selected
 
     def _running_module(self) -> str | None:
@@ -63,7 +65,10 @@ class _TracedRows(SelectedRows):
 
     def check_alike(self, first: torch.Tensor, second: torch.Tensor) -> None:
         if first is not second and self._origin(first) != self._origin(second):
-            raise ModelError("The forward reads elements that two masks select as if they were the same elements.")
+            raise ModelError(
+                "The forward reads elements that two masks select as if they were the same elements.",
+                cause="it reads elements that two masks select as if they were the same",
+            )
 
     def run_other(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
@@ -116,7 +121,9 @@ def is_in_list(name: str) -> bool:
 
 def _counted() -> ModelError:
     return ModelError(
-        "The forward asks how many elements a mask selects.", what_to_do="Use the sum of the mask, as a tensor."
+        "The forward asks how many elements a mask selects.",
+        what_to_do="Use the sum of the mask, as a tensor.",
+        cause="it asks how many elements a mask selects (their number as a tensor is the sum of the mask)",
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.value_modules import BATCH, VALUE_MODULES, LoopedExperts
+from support.value_modules import BATCH, LABELS_ALONE, VALUE_MODULES, LoopedExperts
 from torch import Tensor, nn
 
 from planner import build_plan
@@ -54,7 +55,8 @@ class MeanOfRows(nn.Module):
         self.rows = ReturnsRows()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.rows(x).mean()
+        rows = self.rows(x)
+        return x + rows.sum() / len(rows)
 
 
 class NormOfTheBatch(nn.Module):
@@ -149,10 +151,53 @@ def test_a_graph_with_opaque_modules_is_sent_and_read() -> None:
                 read_graph(json.loads(wrong))
 
 
-@pytest.mark.parametrize("name", VALUE_MODULES)
+@pytest.mark.parametrize("name", VALUE_MODULES.keys() - LABELS_ALONE)
 def test_each_kind_has_an_opaque_module(name: str) -> None:
     module, inputs = VALUE_MODULES[name]()
     assert splits_of(traced(module, *inputs))
+
+
+@pytest.mark.parametrize("name", LABELS_ALONE)
+def test_a_mask_of_labels_leaves_nothing_opaque(name: str) -> None:
+    module, inputs = VALUE_MODULES[name]()
+    assert not splits_of(traced(module, *inputs))
+
+
+class Branching(nn.Module):
+    """Branches in its own forward, behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden * 2 if (hidden > 0).any() else hidden
+
+
+class Counting(Branching):
+    """Asks for the number of what a mask selects."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.layer(x)[x > 0]
+        return rows.sum() / len(rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "note"),
+    [
+        (
+            nn.Sequential(nn.Linear(16, 16), Branching()),
+            r": 1, since it branches.*, at test_opaque_trace.py:\d+",
+        ),
+        (Branching(), r"the whole model runs as one op: it branches on values.*, at test_opaque_trace.py:\d+"),
+        (Counting(), r"the whole model runs as one op: it asks how many .* selects.*, at test_opaque_trace.py:\d+"),
+    ],
+)
+def test_a_note_says_why_and_where(module: nn.Module, note: str) -> None:
+    options: dict[str, Any] = {"cluster": "1x2xtoy", "mesh": "dp=2", "dtype": "fp32"}
+    plan = build_plan(module, example_inputs=(torch.randn(BATCH, 6, 16),), **options)
+    assert any(re.search(note, each) for each in plan.notes)
 
 
 class Broken(nn.Module):
