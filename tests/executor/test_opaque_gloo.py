@@ -10,7 +10,7 @@ import torch
 from support.gloo import run_on_gloo
 from support.selected import selected
 from support.trained_steps import Errors, errors_in_steps
-from support.value_modules import VALUE_MODULES
+from support.value_modules import LABELS_ALONE, VALUE_MODULES
 
 from planner import build_plan
 from planner.plan.sharding_plan import ShardingPlan
@@ -21,9 +21,7 @@ SPLITS = {
     "experts that some ranks do not use": {"experts": "0=0;0"},
     "rows found by values": {"": "0=0 1=0;mean"},
     "a derivative by the input": {"": "0=0 1=0;mean"},
-    "labels that are counted": {"": ""},
-    "a tied weight": {"": ""},
-    "labels of which one is padding": {"": ""},
+    **{name: {} for name in LABELS_ALONE},
     "a branch on a sum": {"": ""},
     "scaled by a buffer": {"scale": ""},
     "stretched by a mask": {"stretch": ""},

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
@@ -61,11 +62,11 @@ def run(name: str, inputs: list[tuple[Placement, ...]], mesh: DeviceMesh) -> Any
     return [result.placements for result in torch.utils._pytree.tree_leaves(results)], collectives.get_comm_counts()
 
 
-@settings(deadline=None, max_examples=25, phases=(Phase.generate,))
-@given(st.data())
-def test_that_choices_are_the_same(data: st.DataObject) -> None:
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 2, 2)], ids=str)
+@settings(deadline=None, max_examples=10, phases=(Phase.generate,))
+@given(data=st.data())
+def test_that_choices_are_the_same(sizes: tuple[int, ...], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(OPS)))
-    sizes = data.draw(st.sampled_from([(2,), (2, 2), (2, 2, 2)]))
     inputs = [data.draw(st.tuples(*[placements_of(shape)] * len(sizes))) for shape in OPS[name][0]]
     with fake_process_group(math.prod(sizes)):
         mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()).reshape(sizes))
