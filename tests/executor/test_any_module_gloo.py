@@ -27,6 +27,7 @@ def made(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     return module.train(), inputs
 
 
+@functools.cache
 def plan_of(name: str, planner: str = "ilp") -> ShardingPlan:
     module, inputs = made(name)
     options: dict[str, Any] = {"cluster": "1x4xtoy", "mesh": MESH, "dtype": "fp32", "micro_batches": 1, "ac": "none"}
