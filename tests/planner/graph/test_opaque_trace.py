@@ -151,7 +151,7 @@ def test_a_graph_with_opaque_modules_is_sent_and_read() -> None:
                 read_graph(json.loads(wrong))
 
 
-@pytest.mark.parametrize("name", VALUE_MODULES.keys() - LABELS_ALONE)
+@pytest.mark.parametrize("name", [name for name in VALUE_MODULES if name not in LABELS_ALONE])
 def test_each_kind_has_an_opaque_module(name: str) -> None:
     module, inputs = VALUE_MODULES[name]()
     assert splits_of(traced(module, *inputs))
