@@ -19,6 +19,8 @@ may be 1 in the smallest micro-batch that a search looks at.
 **Ops in place.** Where an op in place redistributes the tensor that it writes, as ``index_copy_`` and ``index_add_``
 may, DTensor changes the tensor's placements and leaves its values as they were. Of a view, this is an error here.
 
+**Backwards of losses** of margins, and of one pooling, do not run on the meta device, where the planner measures ops.
+
 **Backwards of activations.** DTensor has no rules for those of hard-swish, leaky ReLU and others, which are pointwise.
 """
 
@@ -58,6 +60,12 @@ _POINTWISE = (
 """Pointwise ops, of tensors of one shape, that DTensor has no rules for."""
 
 
+_LIKE_INPUT = ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward")
+"""Ops without a kernel on the meta device, whose result is like their second argument."""
+_META: list[torch.library.Library] = []
+"""Keeps what is registered."""
+
+
 def mend_torch() -> None:
     """Mend torch 2.13; a second call changes nothing, nor does one with another torch."""
     if not torch.__version__.startswith(_VERSION):
@@ -70,6 +78,10 @@ def mend_torch() -> None:
         handlers.setdefault(shift, _shifted)
     unruled = [op for op in _POINTWISE if op not in rules.op_strategy_funcs | rules.op_single_dim_strategy_funcs]
     register_sharding(unruled)(_pointwise)
+    for name in _LIKE_INPUT:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            _META.append(torch.library.Library("aten", "IMPL", "Meta"))
+            _META[-1].impl(name, lambda gradient, input, *others: torch.empty_like(input))
     mended = (
         (torch._meta_registrations, _GROUPED_MM, _in_any_dtype),
         (decompositions, _BATCH_NORM, _of_one_value),

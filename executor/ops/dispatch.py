@@ -8,6 +8,7 @@ other calls. Writes of DTensors to plain tensors write whole values (``executor.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -32,6 +33,8 @@ from executor.ops.reductions import LOSSES, loss, nll_loss, total
 from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor
+from planner.model_rewrites.replaced_calls.other_ops import REPLACEMENTS
+from planner.model_rewrites.replaced_calls.value_checks import value_that_passes
 from planner.model_rewrites.selected_rows.calls import SelectedRows
 
 OwnOp = Callable[..., Any]
@@ -61,6 +64,9 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm), product),
 }
 
+
+_LOOKED_AT = frozenset({*_OWN_OPS, *REPLACEMENTS, torch.Tensor.__bool__})
+"""Functions whose calls with a DTensor run otherwise than DTensor runs them."""
 
 _UNEVEN = frozenset({F.embedding, F.embedding_bag, F.linear, F.cross_entropy})
 """Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
@@ -117,12 +123,21 @@ class OwnOps(TorchFunctionMode):
             result = self._run_on_selected_rows(func, args, kwargs)
             if result is not NotImplemented:
                 return result
+        tensors = [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)] if func in _LOOKED_AT else ()
+        if tensors and func is torch.Tensor.__bool__:
+            passing = value_that_passes(sys._getframe(1))
+            if passing is not None:
+                return passing
+        if tensors and func in REPLACEMENTS:
+            with self:
+                result = REPLACEMENTS[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if self._local_ops:
             result = self._run_local(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         own_op = self._own_ops.get(func)
-        tensors = () if own_op is None else [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)]
         if own_op is not None and tensors and (func in _UNEVEN or not any(map(self._redistributor.is_uneven, tensors))):
             result = own_op(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from cost_model.layouts.layout import Layout, sharded_dim
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import run_function
 from executor.torch_internals.random import random_region
-from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
+from planner.model_rewrites.independent_dims import Dims, split_outputs, with_plain_split, without_chance
 
 _MOST_SPLITS = 4096
 """Trials that are remembered."""
@@ -48,18 +48,24 @@ def run_local(
         if not all(place.is_replicate() or type(place) is Shard for place in places.values()):
             return NotImplemented
         dims = tuple(sharded_dim(places[p]) if p in places else None for p in tensors)
-        split_on.append(dims)
         outputs = None
         if any(dim is not None for dim in dims):
             key = func, str(structure), _constants(leaves), _shapes(tensors), dims
-            outputs = _remembered(key, functools.partial(_trial, functools.partial(call, is_trial=True), tensors, dims))
-            if outputs is None:
+            plain = [index for index, position in enumerate(tensors) if position not in dtensors]
+            trial = functools.partial(_trial, functools.partial(call, is_trial=True), tensors, dims, plain)
+            split = _remembered(key, trial)
+            if split is None:
                 return NotImplemented
+            dims, outputs = split
+        split_on.append(dims)
         outputs_on.append(outputs)
     local = {
         position: run_function(ContiguousGradient, tensor.to_local(grad_placements=_gradient(tensor, split_on)))
         for position, tensor in dtensors.items()
     }
+    for index, (position, tensor) in enumerate(tensors.items()):
+        if position not in dtensors:
+            local[position] = _piece(redistributor, tensor, [dims[index] for dims in split_on])
     first = next(iter(dtensors.values()))
     with nullcontext() if first.is_meta else random_region(first.placements):
         results, result_structure = pytree.tree_flatten(call(local))
@@ -99,20 +105,35 @@ def _gradient(tensor: DTensor, split_on: list[Dims]) -> Layout:
     )
 
 
-def _trial(call: Callable[[Mapping[int, torch.Tensor]], Any], tensors: Mapping[int, torch.Tensor], dims: Dims) -> Any:
-    positions = list(tensors)
-    return split_outputs(
-        lambda given: call(dict(zip(positions, given, strict=True))),
-        [tuple(tensor.shape) for tensor in tensors.values()],
-        [tensor.dtype for tensor in tensors.values()],
-        dims,
-    )
+def _piece(redistributor: Redistributor, plain: torch.Tensor, split_on: Sequence[int | None]) -> torch.Tensor:
+    """Return this rank's piece of a plain tensor, which is whole on every rank; one dim for each mesh axis."""
+    for axis, dim in enumerate(split_on):
+        if dim is not None:
+            length = plain.shape[dim] // redistributor.axis_size(axis)
+            plain = plain.narrow(dim, redistributor.coordinate(axis) * length, length).contiguous()
+    return plain
 
 
-_results: dict[Any, Dims | None] = {}
+def _trial(
+    call: Callable[[Mapping[int, torch.Tensor]], Any],
+    tensors: Mapping[int, torch.Tensor],
+    dims: Dims,
+    plain: Collection[int],
+) -> tuple[Dims, Dims] | None:
+    """Return the dims on which the tensors are split, and the results, where those of DTensors are ``dims``."""
+    positions, shapes = list(tensors), [tuple(tensor.shape) for tensor in tensors.values()]
+
+    def outputs_of(tried: Dims) -> Dims | None:
+        dtypes = [tensor.dtype for tensor in tensors.values()]
+        return split_outputs(lambda given: call(dict(zip(positions, given, strict=True))), shapes, dtypes, tried)
+
+    return with_plain_split(outputs_of, shapes, dims, plain)
 
 
-def _remembered(key: Any, trial: Callable[[], Dims | None]) -> Dims | None:
+_results: dict[Any, tuple[Dims, Dims] | None] = {}
+
+
+def _remembered(key: Any, trial: Callable[[], tuple[Dims, Dims] | None]) -> tuple[Dims, Dims] | None:
     if key not in _results:
         if len(_results) >= _MOST_SPLITS:
             _results.clear()

@@ -1,7 +1,7 @@
 """Assignment to a part of a DTensor, ``tensor[..., 0] = value``, as encoder-decoders shift their labels.
 
 DTensor has no rule for ``fill_`` with a tensor. Where the part lies on a sharded dim, DTensor would gather it, and the
-assignment would change a copy. Nor has it one for masks (`planner.model_rewrites.replaced_calls`).
+assignment would change a copy. Nor has it one for masks (`planner.model_rewrites.replaced_calls.assignments`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import local_of, storage_key
 from planner.errors import RunError
-from planner.model_rewrites.replaced_calls import assigned_values
+from planner.model_rewrites.replaced_calls.assignments import assigned_values
 
 
 def set_item(redistributor: Redistributor, tensor: torch.Tensor, index: Any, value: Any) -> Any:

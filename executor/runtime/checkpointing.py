@@ -25,7 +25,7 @@ from executor.runtime.buffers import BuffersBefore
 from executor.runtime.parameter_views import CastParameters, ComputeDtypeParameters
 from executor.runtime.run_context import RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
-from planner.model_rewrites.replaced_calls import PlannedCheckpoint
+from planner.model_rewrites.replaced_calls.checkpoints import PlannedCheckpoint
 from planner.plan.job import CheckpointingMode
 
 _aten = torch.ops.aten

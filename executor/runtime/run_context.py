@@ -16,7 +16,8 @@ from executor.runtime.implicit_replication import hold_for_backward, implicit_re
 from executor.runtime.random_state import RandomState
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.model_rewrites.eager_masks import masks_as_traced, masks_by_broadcasting
-from planner.model_rewrites.replaced_calls import without_own_checkpoints, without_value_checks
+from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
+from planner.model_rewrites.replaced_calls.value_checks import without_value_checks
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.plan.estimate import Phase
 

@@ -34,7 +34,8 @@ from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_s
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.random_branches import likelier_branches
-from planner.model_rewrites.replaced_calls import calls_as_ops, without_own_checkpoints, without_value_checks
+from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
+from planner.model_rewrites.replaced_calls.in_trace import calls_as_ops
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
@@ -254,7 +255,6 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         markers.attached(),
         unpacked_sequences(),
         attention_as_planned(),
-        without_value_checks(),
         without_own_checkpoints(warn=True),
         likelier_branches(),
         masks_by_broadcasting(),

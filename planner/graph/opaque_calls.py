@@ -24,7 +24,7 @@ from planner.graph.sample_splits import RunnableCall, SampleSplits
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts
 from planner.model_rewrites.random_branches import likelier_branches
-from planner.model_rewrites.replaced_calls import without_own_checkpoints
+from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 _FEW, _MORE = 8, 12

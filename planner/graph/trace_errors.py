@@ -143,7 +143,10 @@ def _what_to_do(module: nn.Module, error: Exception) -> str:
             "transformers, attn_implementation='sdpa')."
         )
     if "_ctc_loss" in str(error):
-        return "Return the log probabilities from forward, and compute the CTC loss from them in the training loop."
+        return (
+            "Give the CTC loss its targets as [samples, longest], or return the log probabilities from forward, and "
+            "compute the CTC loss from them in the training loop."
+        )
     return "Check that it runs on these inputs, and keep data-dependent control flow out of forward."
 
 

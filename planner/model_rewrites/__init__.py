@@ -6,9 +6,9 @@ fused ops and their kernels      fuse_ops.fuse_ops, fused_kernels
 MLA, without copies of keys      mla.concatenate_mla_keys
 torch's attention modules        torch_attention.attention_as_planned
 masks and transformers' cache    eager_masks, cache_argument
-checks of values, checkpoints    replaced_calls.without_value_checks, .without_own_checkpoints
+checks of values, checkpoints    replaced_calls
 branches on random numbers       random_branches.likelier_branches
-assignments, autocast            replaced_calls.calls_as_ops
+assignments, CTC loss, autocast  replaced_calls
 elements that a mask selects     selected_rows
 recurrent layers' weights        recurrent.read_recurrent_weights
 dims on which an op is split     independent_dims.split_outputs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ _PIECE = 2
 """Length of a piece along the dims that are split; there are two pieces."""
 _SHORT = 16
 """Length of the other dims where an op runs on it: enough for most windows and groups of channels."""
+_MOST_TRIALS = 32
+"""The most ways in which plain inputs are split that are tried."""
 _MOST_ELEMENTS = 20_000_000
 """The most elements of the inputs and results of a trial together: about 0.1 s, and 80 MB."""
 
@@ -44,6 +47,35 @@ def split_outputs(
                 return _tried(run, small, dtypes, dims)
             except Exception:  # noqa: BLE001  whatever the op raises on tensors of such sizes
                 continue
+    return None
+
+
+def with_plain_split(
+    outputs_of: Callable[[Dims], Dims | None],
+    shapes: Sequence[tuple[int, ...]],
+    dims: Dims,
+    plain: Collection[int],
+) -> tuple[Dims, Dims] | None:
+    """Return the dims on which inputs are split, and outputs, where those of tensors that are not ``plain`` are given.
+
+    A plain tensor, which the forward makes itself, such as the first state of an LSTM, is whole on every rank. It stays
+    so, or each rank takes its piece of dim 0 or 1, if that is as long as one of the split dims.
+
+    Args:
+        outputs_of: dims of the inputs -> those of the outputs, or None (`split_outputs`).
+        shapes: shapes of the inputs.
+        dims: dims of the inputs, None for plain ones.
+        plain: positions of the plain inputs.
+    """
+    sizes = {shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None}
+    options: list[tuple[int | None, ...]] = [
+        (None, *(d for d, size in enumerate(shape[:2]) if size in sizes)) if position in plain else (dim,)
+        for position, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
+    ]
+    for tried in itertools.islice(itertools.product(*options), _MOST_TRIALS):
+        outputs = outputs_of(tried)
+        if outputs is not None:
+            return tried, outputs
     return None
 
 
@@ -103,9 +135,15 @@ def _joined_on(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -
 
 
 def _sample(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return a random tensor; integers are 0 or 1, which most indices may be."""
+    """Return a random tensor; integers are 0 or 1, which most indices may be.
+
+    Products with a matrix keep about the size of what it is multiplied by. A recurrent layer with larger weights would
+    make of a rounding error, over time, a difference.
+    """
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+        scale = shape[-1] ** -0.5 if len(shape) > 1 and shape[-1] else 1.0
+        kind = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=kind) * scale
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 

@@ -7,10 +7,10 @@ share a storage count once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -37,6 +37,8 @@ from planner.profile.op_profile import GraphProfile, OpProfile
 from planner.profile.shared_input_linears import gradient_sums
 from planner.regions.regions import op_signature
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
+
+_T = TypeVar("_T")
 
 _REPEATS = frozenset(
     f"aten.{name}"
@@ -188,7 +190,7 @@ class _Profiler:
             return fused_op_profile(op, inputs, outputs[0], self.tensors, self._compiles)
         saved, args = _Saved(), [self.tensors.tensor(name) for name in op.inputs]
         with saved.noting(), FlopCount() as count:
-            op_result = self._result(op, args)
+            op_result = self._ran(op, run_op, args)
         saved.find(self.tensors)
         results = [leaf for leaf in pytree.tree_leaves(op_result) if isinstance(leaf, torch.Tensor)]
         # torch runs attention of tensors of other than four dims without a fused kernel.
@@ -207,14 +209,15 @@ class _Profiler:
             return with_kv_cache(profile, inputs, self._cached_before, op.cache, self._kv_heads(op))
         return profile
 
-    def _result(self, op: Op, args: list[torch.Tensor]) -> Any:
+    def _ran(self, op: Op, run: Callable[[Op, Sequence[torch.Tensor]], _T], args: Sequence[torch.Tensor]) -> _T:
         try:
-            return run_op(op, args)
+            return run(op, args)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a trace does not check all arguments
             fqn = self._graph.calls[op.call].fqn
             raise ModelError(
                 f"{op.target_name} in {fqn or 'the model itself'} does not run: {str(error).splitlines()[0]}.",
-                what_to_do="Correct what the module gives it, such as a value of the model's config.",
+                what_to_do="Correct what the module gives it, such as a value of the model's config; give an op that does "
+                "not run on the meta device a kernel there.",
                 module=fqn,
             ) from error
 
@@ -262,7 +265,7 @@ class _Profiler:
             saved_values, saved_extra_nbytes = (self.tensors.root[op.inputs[0]],), 8 * inputs[0].shape[0]
             run = cross_entropy_run(inputs[0], self._result_before(op.inputs[0]))
         else:
-            run = run_both_ways(op, args)
+            run = self._ran(op, run_both_ways, args)
         if own_rules(op, inputs) is not None:
             crossing = len(inputs) + len(outputs)
             run = OpRun(run.rise, run.forward._replace(ops=crossing), run.backward._replace(ops=crossing))

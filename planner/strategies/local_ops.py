@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, OpGraph, Ref, Value, build_digraph
 from planner.graph.run_op import run_op
-from planner.model_rewrites.independent_dims import Dims, split_outputs, without_chance
+from planner.model_rewrites.independent_dims import Dims, split_outputs, with_plain_split, without_chance
 from planner.model_rewrites.opaque_op import OP_NAME, SAMPLES, OpaqueArguments
 from planner.regions.regions import op_signature
 from planner.strategies.axis_rule import AxisRule, InnerCollective
@@ -62,7 +62,10 @@ def can_be_local(op: Op) -> bool:
 
 
 def local_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
-    """Return the rules of a local op: on replicated tensors, and with inputs split on dims 0 or 1."""
+    """Return the rules of a local op: on replicated tensors, and with inputs split on dims 0 or 1.
+
+    Plain inputs have no placement: each rank takes its piece of those that go with the split.
+    """
     return [_rule(inputs, dims, outputs) for dims, outputs in _splits(_Call(op, tuple(inputs)))]
 
 
@@ -105,12 +108,15 @@ def _splits(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
         (None,) if value.kind in ("plain", "parameter") else (*range(min(2, len(value.shape))), None)
         for value in key.inputs
     ]
+    shapes = [value.shape for value in key.inputs]
+    plain = [position for position, value in enumerate(key.inputs) if value.kind == "plain"]
+    outputs_of = functools.partial(_split_outputs, key.op, key.inputs)
     found: list[tuple[Dims, Dims]] = []
     for dims in dict.fromkeys(itertools.product(*options)):
         if all(dim is None for dim in dims):
             found.append((dims, (None,) * len(key.op.outputs)))
-        elif (outputs := _split_outputs(key.op, key.inputs, dims)) is not None:
-            found.append((dims, outputs))
+        elif (split := with_plain_split(outputs_of, shapes, dims, plain)) is not None:
+            found.append((dims, split[1]))
     return tuple(found)
 
 

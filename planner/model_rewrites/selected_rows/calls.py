@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from planner.model_rewrites.selected_rows.each_row import RESHAPES, treats_each_row
@@ -14,6 +15,7 @@ from planner.model_rewrites.selected_rows.losses import (
     CLASS_LOSSES,
     ELEMENT_LOSSES,
     TOTALS,
+    ctc_loss,
     loss_of_classes,
     loss_of_elements,
     total_of_rows,
@@ -82,6 +84,8 @@ class SelectedRows:
             return _put_back(args, mask)
         if func in CLASS_LOSSES:
             return loss_of_classes(func, args, kwargs, selection)
+        if func is F.ctc_loss:
+            return ctc_loss(args, kwargs)
         if func in ELEMENT_LOSSES:
             return loss_of_elements(func, args, kwargs, selection)
         if func in TOTALS:

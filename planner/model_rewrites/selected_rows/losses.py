@@ -53,6 +53,24 @@ def loss_of_classes(
     return result
 
 
+def ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the CTC loss of targets that a mask [samples, longest] selects, called as `F.ctc_loss` is.
+
+    Raises:
+        ModelError: other arguments are selected, or the mask has no dim of samples.
+    """
+    names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    selection = selection_of(given["targets"])
+    others = (value for name, value in given.items() if name != "targets")
+    if selection is None or selection.mask.dim() != 2 or any(selection_of(other) is not None for other in others):
+        raise mixed_rows("ctc_loss")
+    # Those that count first, in their order: where they end, the lengths of the targets say.
+    order = (~selection.mask).to(torch.int8).argsort(dim=1, stable=True)
+    given["targets"] = given["targets"].reshape(selection.mask.shape).gather(1, order)
+    return F.ctc_loss(**given)
+
+
 def loss_of_elements(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
 ) -> Any:

@@ -196,7 +196,7 @@ class Spoken(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         scores = self.head(x).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(scores, torch.ones(len(x), 3, dtype=torch.long), (lengths - 1) // 2 - 1, lengths // 8)
+        return F.ctc_loss(scores, torch.ones(3 * len(x), dtype=torch.long), (lengths - 1) // 2 - 1, lengths // 8)
 
 
 def test_a_loss_of_lengths_is_left_to_the_loop() -> None:

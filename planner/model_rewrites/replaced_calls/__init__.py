@@ -1,0 +1,8 @@
+"""Calls in a forward that a planned run replaces, and a trace by the same.
+
+checks of values                 value_checks
+the module's own checkpointing   checkpoints
+assignments to parts             assignments
+CTC loss, exponential numbers    other_ops
+in a trace                       in_trace.calls_as_ops
+"""

@@ -1,0 +1,40 @@
+"""`calls_as_ops`: the calls that a trace has as other ops, as a planned run has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from planner.model_rewrites.replaced_calls.assignments import assignments_as_ops
+from planner.model_rewrites.replaced_calls.other_ops import other_ops
+from planner.model_rewrites.replaced_calls.value_checks import checks_pass, without_value_checks
+
+
+@contextmanager
+def without_autocast_off() -> Iterator[None]:
+    """Within this context, ``torch.autocast(..., enabled=False)`` does nothing, as it does where autocast is not on."""
+    enter: Any = torch.autocast.__enter__
+    leave: Any = torch.autocast.__exit__
+
+    def entered(self: Any) -> Any:
+        return enter(self) if self._enabled else self
+
+    def left(self: Any, *error: Any) -> Any:
+        return leave(self, *error) if self._enabled else None
+
+    with (
+        mock.patch.object(torch.autocast, "__enter__", entered),
+        mock.patch.object(torch.autocast, "__exit__", left),
+    ):
+        yield
+
+
+@contextmanager
+def calls_as_ops() -> Iterator[None]:
+    """Within this context, calls are ops that have rules, checks of values pass, and autocast off leaves no trace."""
+    with other_ops(), without_value_checks(), checks_pass(), assignments_as_ops(), without_autocast_off():
+        yield

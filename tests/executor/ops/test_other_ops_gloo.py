@@ -1,0 +1,133 @@
+"""Layers and losses that a plan has as other ops, split by samples, on four processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.checked_values import CheckedValues
+from support.gloo import run_on_gloo
+from support.selected import selected
+from support.trained_steps import Errors, errors_in_steps
+from torch import Tensor, nn
+from transformers import HubertConfig, HubertForCTC
+
+from planner import build_plan
+from planner.plan.sharding_plan import ShardingPlan
+
+BATCH, TIME, WIDTH, CLASSES, LONGEST = 8, 12, 16, 6, 4
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers that make their first states themselves."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, WIDTH, batch_first=True, **options)
+        self.head = nn.LazyLinear(CLASSES)
+        self.head(self.layer(torch.zeros(1, TIME, WIDTH))[0])
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layer(x)[0][:, -1]), targets[:, 0])
+
+
+class Speech(nn.Module):
+    """A CTC loss of targets in rows, whose lengths the forward makes, on an LSTM."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.layer = nn.LSTM(WIDTH, WIDTH, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        log_probs = self.head(self.layer(x)[0]).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((x.shape[0],), TIME), torch.full((x.shape[0],), LONGEST)
+        losses = F.ctc_loss(log_probs, targets, *lengths, reduction=self.reduction, zero_infinity=True)
+        return losses.mean() if self.reduction == "none" else losses
+
+
+def hubert() -> nn.Module:
+    config = HubertConfig(
+        vocab_size=CLASSES,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * WIDTH,
+        conv_dim=(8, 8),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout"), 0.0),
+        final_dropout=0.0,
+        ctc_loss_reduction="mean",
+    )
+    module = HubertForCTC(config)
+    assert isinstance(module, nn.Module)
+    return module
+
+
+MODULES = {
+    "LSTM": functools.partial(Recurrent, nn.LSTM, bidirectional=True, num_layers=2),
+    "GRU": functools.partial(Recurrent, nn.GRU),
+    "RNN": functools.partial(Recurrent, nn.RNN),
+    "CTC": functools.partial(Speech, "mean"),
+    "summed CTC": functools.partial(Speech, "sum"),
+    "CTC of each sample": functools.partial(Speech, "none"),
+    "values that are checked": functools.partial(CheckedValues, WIDTH, CLASSES),
+    "HubertForCTC": hubert,
+}
+
+
+def made(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    module = MODULES[name]().train()
+    targets = torch.randint(1, CLASSES, (BATCH, LONGEST))
+    if name == "HubertForCTC":
+        # Lengths that differ, and a label that is left out amid others.
+        labels = torch.where(torch.rand(BATCH, LONGEST) < 0.3, -100, targets)
+        return module, {"input_values": torch.randn(BATCH, 240), "labels": labels}
+    return module, (torch.randn(BATCH, TIME, WIDTH), targets)
+
+
+@functools.cache
+def plan_of(name: str, planner: str = "ilp") -> ShardingPlan:
+    module, inputs = made(name)
+    options: dict[str, Any] = {"cluster": "1x4xtoy", "mesh": "dp=2,tp=2", "dtype": "fp32", "ac": "none"}
+    return build_plan(module, example_inputs=inputs, planner=planner, tolerance=0.0, micro_batches=1, **options)
+
+
+def all_errors(rank: int, plans: dict[str, dict[str, Any]]) -> dict[str, Errors]:
+    return {
+        name: errors_in_steps(ShardingPlan.from_dict(plan), functools.partial(made, name), 1e-3)
+        for name, plan in plans.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def errors(request: pytest.FixtureRequest) -> dict[str, Errors]:
+    return run_on_gloo(all_errors, 4, {name: plan_of(name).to_dict() for name in selected(request, "name")})[0]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_losses_and_parameters_are_those_of_the_unsharded_module(errors: dict[str, Errors], name: str) -> None:
+    assert max(errors[name]) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_batch_is_split(name: str) -> None:
+    plan = plan_of(name)
+    assert not plan.opaque_modules
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+    whole = build_plan(*made(name)[:1], example_inputs=made(name)[1], cluster="1x1xtoy", dtype="fp32", micro_batches=1)
+    assert plan.estimate is not None
+    assert whole.estimate is not None
+    assert plan.estimate.step_time_s < 0.6 * whole.estimate.step_time_s
