@@ -216,8 +216,8 @@ class _Profiler:
             fqn = self._graph.calls[op.call].fqn
             raise ModelError(
                 f"{op.target_name} in {fqn or 'the model itself'} does not run: {str(error).splitlines()[0]}.",
-                what_to_do="Correct what the module gives it, such as a value of the model's config; give an op that does "
-                "not run on the meta device a kernel there.",
+                what_to_do="Correct what the module gives it, such as a value of the model's config. An op that does not "
+                "run on the meta device needs a kernel there.",
                 module=fqn,
             ) from error
 
