@@ -209,15 +209,15 @@ class _Profiler:
             return with_kv_cache(profile, inputs, self._cached_before, op.cache, self._kv_heads(op))
         return profile
 
-    def _ran(self, op: Op, run: Callable[[Op, Sequence[torch.Tensor]], _T], args: Sequence[torch.Tensor]) -> _T:
+    def _ran(self, op: Op, run: Callable[[Op, list[torch.Tensor]], _T], args: Sequence[torch.Tensor]) -> _T:
         try:
-            return run(op, args)
+            return run(op, list(args))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # a trace does not check all arguments
             fqn = self._graph.calls[op.call].fqn
             raise ModelError(
                 f"{op.target_name} in {fqn or 'the model itself'} does not run: {str(error).splitlines()[0]}.",
-                what_to_do="Correct what the module gives it, such as a value of the model's config. An op that does not "
-                "run on the meta device needs a kernel there.",
+                what_to_do="Correct what the module gives it, such as a value of the model's config. An op that does "
+                "not run on the meta device needs a kernel there.",
                 module=fqn,
             ) from error
 
