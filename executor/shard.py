@@ -51,8 +51,8 @@ from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.runtime.whole_batches import BatchForm, attach_whole_results
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
-from planner.model_rewrites.recurrent import read_recurrent_weights
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
+from planner.model_rewrites.weights_at_call import read_weights_at_call
 from planner.plan.sharding_plan import ShardingPlan
 
 ForwardObserver = Callable[[nn.Module], None]
@@ -214,7 +214,7 @@ def _shard(
     concatenate_mla_keys(module)
     batch_norm_for_sync(module)
     norms_in_dtype_of_statistics(module)
-    read_recurrent_weights(module)
+    read_weights_at_call(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     form = BatchForm(job.batch // plan.micro_batches if job.batch else None, is_planned=plan.solver is not None)
     inputs_dtype = None if plan.solver is None else resolved.compute_dtype

@@ -25,7 +25,7 @@ from planner.errors import PlanError
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.random_branches import likelier_branches
-from planner.model_rewrites.tree_paths import look_into_dataclasses
+from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
 
@@ -153,8 +153,8 @@ def meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
     for parameter in module.parameters():
         data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    for tensor in (*module.buffers(), *computed_tensors(module)):
+        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     copied: nn.Module = copy.deepcopy(module, memo)
     return copied if phase == "training" else copied.eval()
 

@@ -19,7 +19,8 @@ may be 1 in the smallest micro-batch that a search looks at.
 **Ops in place.** Where an op in place redistributes the tensor that it writes, as ``index_copy_`` and ``index_add_``
 may, DTensor changes the tensor's placements and leaves its values as they were. Of a view, this is an error here.
 
-**Backwards of losses** of margins, and of one pooling, do not run on the meta device, where the planner measures ops.
+**On the meta device**, where the planner measures ops, some do not run: backwards of margin losses and of one pooling,
+Dirichlet and binomial numbers.
 
 **Backwards of activations.** DTensor has no rules for those of hard-swish, leaky ReLU and others, which are pointwise.
 """
@@ -60,8 +61,12 @@ _POINTWISE = (
 """Pointwise ops, of tensors of one shape, that DTensor has no rules for."""
 
 
-_LIKE_INPUT = ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward")
-"""Ops without a kernel on the meta device, whose result is like their second argument."""
+_LIKE_ARGUMENT = {
+    **dict.fromkeys(("_sample_dirichlet", "binomial", "_dirichlet_grad", "_standard_gamma_grad"), 0),
+    **dict.fromkeys(("multi_margin_loss_backward", "multilabel_margin_loss_backward"), 1),
+    "fractional_max_pool3d_backward": 1,
+}
+"""Ops without a kernel on the meta device -> position of the argument that their result is like."""
 _META: list[torch.library.Library] = []
 """Keeps what is registered."""
 
@@ -78,10 +83,10 @@ def mend_torch() -> None:
         handlers.setdefault(shift, _shifted)
     unruled = [op for op in _POINTWISE if op not in rules.op_strategy_funcs | rules.op_single_dim_strategy_funcs]
     register_sharding(unruled)(_pointwise)
-    for name in _LIKE_INPUT:
+    for name, position in _LIKE_ARGUMENT.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             _META.append(torch.library.Library("aten", "IMPL", "Meta"))
-            _META[-1].impl(name, lambda gradient, input, *others: torch.empty_like(input))
+            _META[-1].impl(name, functools.partial(_like_argument, position))
     mended = (
         (torch._meta_registrations, _GROUPED_MM, _in_any_dtype),
         (decompositions, _BATCH_NORM, _of_one_value),
@@ -92,6 +97,10 @@ def mend_torch() -> None:
         function = getattr(module, name)
         if not hasattr(function, "__wrapped__"):
             setattr(module, name, mend(function))
+
+
+def _like_argument(position: int, *arguments: Any, **options: Any) -> torch.Tensor:
+    return torch.empty_like(arguments[position])
 
 
 def _shifted(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -38,7 +38,7 @@ from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkp
 from planner.model_rewrites.replaced_calls.in_trace import calls_as_ops
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.model_rewrites.torch_attention import attention_as_planned
-from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
+from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses, path_text
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -88,8 +88,8 @@ def to_meta(
         new_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         data = torch.empty_like(parameter, device="meta", dtype=new_dtype)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=trained and parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for tensor in (*module.buffers(), *computed_tensors(module)):
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     submodules = [item for item in _copied_modules(module, only, set()) if has_default_deepcopy(type(item))]
     for submodule in submodules:
         memo[id(submodule)] = object.__new__(type(submodule))

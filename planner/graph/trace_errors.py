@@ -137,6 +137,11 @@ def _what_to_do(module: nn.Module, error: Exception) -> str:
         return "Leave torch.autocast out of forward: the plan's dtype casts parameters and inputs, as FSDP2 does."
     if "fake tensor in the exported program" in str(error):
         return "Do not write to parameters in forward, not through .data either: clip them after the optimizer's step."
+    if "PackedSequence" in str(error):
+        return (
+            "Give the recurrent layer padded sequences, without pack_padded_sequence, and mask what is beyond their "
+            "lengths."
+        )
     if "FlexAttention" in str(error):
         return (
             "flex_attention is not planned: write it with F.scaled_dot_product_attention and a mask (for a model of "

@@ -10,7 +10,7 @@ checks of values, checkpoints    replaced_calls
 branches on random numbers       random_branches.likelier_branches
 assignments, CTC loss, autocast  replaced_calls
 elements that a mask selects     selected_rows
-recurrent layers' weights        recurrent.read_recurrent_weights
+weights that a call reads anew    weights_at_call.read_weights_at_call
 dims on which an op is split     independent_dims.split_outputs
 opaque modules as one op         opaque_op.opaque_as_one_op
 modules on local tensors         local_module.LocalModule

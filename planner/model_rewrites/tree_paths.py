@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 
@@ -92,3 +93,12 @@ def tensors_by_path(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in ``tree``, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def computed_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Return the attributes of ``module`` and its submodules that are results of ops, which ``deepcopy`` refuses.
+
+    The weight of `torch.nn.utils.weight_norm` is one: it is computed anew before each call.
+    """
+    values = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf]
