@@ -29,7 +29,7 @@ from executor.ops.linear import linear, product
 from executor.ops.local import run_local
 from executor.ops.lookups.embedding import embedding
 from executor.ops.lookups.embedding_bag import embedding_bag
-from executor.ops.reductions import LOSSES, loss, nll_loss, total
+from executor.ops.reductions import COMPARISONS, LOSSES, compared, loss, nll_loss, total
 from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor
@@ -55,6 +55,7 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.nll_loss: nll_loss,
     **{function: loss(function) for function in LOSSES},
     **{function: total(function) for function in (torch.sum, torch.Tensor.sum, torch.mean, torch.Tensor.mean)},
+    **{function: compared(function) for function in COMPARISONS},
     F.batch_norm: batch_norm,
     torch.batch_norm: batch_norm_op,
     F.instance_norm: instance_norm,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor, conjugate
+from executor.torch_internals.dtensor import local_of, make_dtensor
 
 
 def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -46,6 +47,37 @@ def total(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             for place, whole in zip(kept, layout, strict=True)
         )
         return redistributor.redistribute(redistributor.of_pieces(result, pending), kept)
+
+    return run
+
+
+COMPARISONS = {
+    getattr(owner, name): is_above
+    for names, is_above in ((("ge", "gt"), True), (("le", "lt"), False))
+    for name in (*names, *(f"__{each}__" for each in names))
+    for owner in (torch, torch.Tensor)
+    if hasattr(owner, name)
+}
+"""Comparisons -> whether they hold of a largest number if they hold of one."""
+
+
+def compared(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return the own op of a comparison of the largest or least of all elements with a number: no rank waits.
+
+    It holds of the largest if it holds of that of any rank, or of those of all. The result is NotImplemented for
+    other tensors.
+    """
+    is_above = COMPARISONS[function]
+
+    def run(redistributor: Redistributor, input: Any, other: Any) -> Any:
+        if not isinstance(input, DTensor) or input.dim() or not isinstance(other, (int, float)):
+            return NotImplemented
+        kinds = {place.reduce_op for place in input.placements if isinstance(place, Partial)}
+        if kinds not in ({"max"}, {"min"}):
+            return NotImplemented
+        pending = Partial("max" if (kinds == {"max"}) == is_above else "min")
+        layout = tuple(pending if place.is_partial() else place for place in input.placements)
+        return make_dtensor(function(local_of(input), other), redistributor.device_mesh, layout, (), ())
 
     return run
 

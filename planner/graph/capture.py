@@ -35,7 +35,7 @@ from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
-from planner.model_rewrites.replaced_calls.in_trace import calls_as_ops
+from planner.model_rewrites.replaced_calls.in_trace import calls_as_ops, without_checks
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses, path_text
@@ -284,7 +284,7 @@ def masks_select_all() -> Iterator[None]:
 def _captured_graph(program: torch.export.ExportedProgram, markers: _BoundaryMarkers) -> CapturedGraph:
     signature = program.graph_signature
     return CapturedGraph(
-        graph=program.graph,
+        graph=without_checks(program.graph),
         owner=program.graph_module,
         parameters=dict(signature.inputs_to_parameters),
         buffers=frozenset(signature.inputs_to_buffers) | frozenset(signature.inputs_to_lifted_tensor_constants),

@@ -228,7 +228,7 @@ def _labels(
 ) -> dict[str, Any]:
     """Return the arguments from which a model computes its loss.
 
-    None where labels are lists (of boxes), or where forward looks at their values (CTC): the loop then has the loss.
+    None where labels are lists (of boxes): the loop then has the loss.
     """
     head, batch = type(module).__name__, len(tokens)
 
@@ -240,8 +240,13 @@ def _labels(
     if "labels" not in takes:
         return {"return_loss": True} if "return_loss" in takes else {}
     count = getattr(module.config, "num_labels", None)
-    if "Detection" in head or head.endswith("ForCTC"):
+    if "Detection" in head:
         return {}
+    if head.endswith("ForCTC"):
+        sound = inputs[str(module.main_input_name)]
+        return {
+            "labels": classes(max(1, sound.shape[1] // (_SOUND_PER_LABEL if sound.dim() == 2 else _FRAMES_PER_LABEL)))
+        }
     if head.endswith("QuestionAnswering"):
         return {"labels": classes(count or 1, dtype=torch.float32)}
     if head.endswith("Segmentation"):
@@ -249,6 +254,10 @@ def _labels(
     if head.endswith(("Classification", "NextSentencePrediction")) and not head.endswith("TokenClassification"):
         return {"labels": classes(dtype=torch.float32 if count == 1 else torch.long)}
     return {"labels": tokens}
+
+
+_SOUND_PER_LABEL, _FRAMES_PER_LABEL = 1280, 8
+"""Samples of sound at 16 kHz, and frames of 10 ms, for one letter of a text: about 12 letters a second are spoken."""
 
 
 def _takes_use_cache(config: Any, takes: Mapping[str, Parameter]) -> bool:

@@ -9,9 +9,12 @@ from unittest import mock
 
 import torch
 
+from cost_model.layouts.mended_torch import mend_torch
 from planner.model_rewrites.replaced_calls.assignments import assignments_as_ops
 from planner.model_rewrites.replaced_calls.other_ops import other_ops
 from planner.model_rewrites.replaced_calls.value_checks import checks_pass, without_value_checks
+
+mend_torch()  # a trace runs on the meta device
 
 
 @contextmanager
@@ -31,6 +34,26 @@ def without_autocast_off() -> Iterator[None]:
         mock.patch.object(torch.autocast, "__exit__", left),
     ):
         yield
+
+
+_COMPARISONS = ("ge", "gt", "le", "lt")
+_REDUCTIONS = ("max", "min", "amax", "amin", "any", "all")
+
+
+def without_checks(graph: Any) -> Any:
+    """Remove from a captured graph what only a check of values read: a reduction, and its comparison with a number.
+
+    In a run no rank waits for the others to make them (`executor.ops.reductions.compared`).
+    """
+    for node in reversed(list(graph.nodes)):
+        name = getattr(node.target, "_overloadpacket", None)
+        if node.users or name is None or name.__name__ not in (*_COMPARISONS, *_REDUCTIONS):
+            continue
+        read = node.all_input_nodes
+        is_scalar = not node.meta["val"].dim() if isinstance(node.meta.get("val"), torch.Tensor) else False
+        if is_scalar and len(read) == 1:
+            graph.erase_node(node)
+    return graph
 
 
 @contextmanager

@@ -171,3 +171,14 @@ def test_drawn_numbers_leave_the_batch_split() -> None:
     assert not plan.opaque_modules
     assert plan.verification is not None
     assert plan.verification.outcome == "as-planned"
+
+
+@pytest.mark.parametrize("name", ["values that are checked", "HubertForCTC"])
+def test_checks_leave_data_parallelism_without_collectives_of_their_own(name: str) -> None:
+    module, inputs = made(name)
+    options: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "micro_batches": 1, "ac": "none"}
+    plan = build_plan(module, example_inputs=inputs, planner="data-parallel", **options)
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+    assert plan.estimate is not None
+    assert {each.kind for each in plan.estimate.collectives} == {"all_reduce"}

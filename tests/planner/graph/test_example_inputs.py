@@ -114,9 +114,8 @@ def test_a_model_computes_its_loss_on_them(name: str) -> None:
     [
         (hf.BertModel, TEXT, SEQ),
         (hf.YolosForObjectDetection, {**SIGHT, "image_size": [32, 48], "num_detection_tokens": 4}, None),
-        (hf.Wav2Vec2ForCTC, WAVES, 3200),
     ],
-    ids=["none are taken", "lists of boxes", "values are looked at"],
+    ids=["none are taken", "lists of boxes"],
 )
 def test_labels_that_cannot_be_split_with_the_batch_are_left_out(
     cls: Any, values: dict[str, Any], seq: int | None
@@ -125,6 +124,12 @@ def test_labels_that_cannot_be_split_with_the_batch_are_left_out(
     inputs = inputs_from_config(module, batch=BATCH, seq=seq).kwargs
     assert "labels" not in inputs
     module.to("meta")(**inputs)
+
+
+def test_ctc_has_a_label_for_each_letter_that_is_spoken() -> None:
+    module = model_of(hf.Wav2Vec2ForCTC, WAVES)
+    inputs = inputs_from_config(module, batch=BATCH, seq=16_000).kwargs
+    assert inputs["labels"].shape == (BATCH, 12)
 
 
 def test_text_of_an_image_has_a_length_and_the_image_the_size_of_its_encoder() -> None:
@@ -169,7 +174,7 @@ def test_what_is_no_size_of_images_is_an_error(size: Any) -> None:
     [
         ({"model_type": "resnet", **RESNET}, "images of 224 x 224 pixels are assumed"),
         ({"model_type": "resnet", **RESNET, "image_size": 96}, None),
-        ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **WAVES}, "without labels: CTC"),
+        ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **WAVES}, "12 letters a second"),
         ({"model_type": "clip", "architectures": ["CLIPModel"], **CLIP}, None),
     ],
 )
