@@ -199,7 +199,7 @@ def _shard(
     contexts = RunContexts(
         phases=phases,
         shared=shared,
-        own_ops=lambda: OwnOps(redistributor, linear, plan.local_ops),
+        own_ops=lambda: OwnOps(redistributor, linear, plan.local_ops, is_planned=plan.solver is not None),
         cast_parameters=cast_parameters.cast,
         device_type=resolved.device_mesh.device_type,
         random=random,

@@ -95,6 +95,8 @@ class OwnOps(TorchFunctionMode):
         redistributor: Redistributor,
         shared_input_linears: OwnOp | None = None,
         local_ops: Collection[str] = (),
+        *,
+        is_planned: bool = True,
     ) -> None:
         """Take what the ops need.
 
@@ -103,13 +105,13 @@ class OwnOps(TorchFunctionMode):
             shared_input_linears: runs linear layers, and accumulates the gradient of an input that several of them
                 read; None: autograd adds the gradients of the layers.
             local_ops: names of functions that run on local tensors.
+            is_planned: whether shardplan made the plan, and so looked at what reads elements that a mask selects.
         """
         super().__init__()
         self._redistributor = redistributor
         self._local_ops = frozenset(local_ops)
         self._running: set[Callable[..., Any]] = set()
-        self._selected_rows = SelectedRows()
-        self._on_selected_rows = False
+        self._selected_rows = SelectedRows() if is_planned else None
         self._own_ops = _OWN_OPS if shared_input_linears is None else {**_OWN_OPS, F.linear: shared_input_linears}
 
     def __torch_function__(
@@ -120,8 +122,9 @@ class OwnOps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if not self._on_selected_rows and self._selected_rows.may_run(func, args):
-            result = self._run_on_selected_rows(func, args, kwargs)
+        rows = self._selected_rows
+        if rows is not None and rows.may_run(func, args):
+            result = self._run_on_selected_rows(rows, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         tensors = [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)] if func in _LOOKED_AT else ()
@@ -146,15 +149,17 @@ class OwnOps(TorchFunctionMode):
         result = write_to_plain(self._redistributor, func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
-    def _run_on_selected_rows(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_on_selected_rows(
+        self, rows: SelectedRows, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
             return NotImplemented
-        self._on_selected_rows = True  # what the calls are made of is not looked at again
+        self._selected_rows = None  # what the calls are made of is not looked at again
         try:
             with self:
-                return self._selected_rows.run(func, args, kwargs)
+                return rows.run(func, args, kwargs)
         finally:
-            self._on_selected_rows = False
+            self._selected_rows = rows
 
     def _run_local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a local op, or of a function of torch in Python, whose body may call one."""

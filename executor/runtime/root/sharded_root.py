@@ -16,8 +16,10 @@ from executor.resolve.sharded_as import not_sharded
 from executor.runtime.grad_reduction import GradientReduction
 from executor.runtime.run_context import RunContexts
 from executor.runtime.whole_batches import BatchForm
-from planner.errors import PlanMismatchError
+from planner.errors import PlanMismatchError, RunError
 from planner.model_rewrites.cache_argument import without_cache
+from planner.model_rewrites.selected_rows.selection import selection_of
+from planner.model_rewrites.tree_paths import tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,13 @@ class _DirectForward:
         if self._contexts.is_running:
             if module.training and torch.is_grad_enabled():
                 kwargs = {**without_cache(self._forward, args, kwargs)}
-            return self._forward(*args, **kwargs)
+            output = self._forward(*args, **kwargs)
+            if any(selection_of(tensor) is not None for tensor in tensors_in(output)):
+                raise RunError(
+                    "The forward returns elements that a mask selects, as x[mask]: a planned run keeps all of x.",
+                    what_to_do="Return x and the mask, and select outside of the model.",
+                )
+            return output
         return module(*args, **kwargs)
 
 

@@ -75,7 +75,7 @@ class SelectedRows:
     def _run_on_rows(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
     ) -> Any:
-        name, mask = _name(func), selection.rows
+        name, mask = name_of(func), selection.rows
         if name in _OF_NO_VALUES:
             return func(*args, **kwargs)
         if name in _OF_SIZES:
@@ -112,7 +112,7 @@ class SelectedRows:
         return func(*args, **kwargs)
 
 
-def _name(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function, or of the attribute that it reads."""
     name = getattr(func, "__name__", "") or getattr(func, "_qualified_op_name", "")
     if name == "__get__":

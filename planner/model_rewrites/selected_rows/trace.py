@@ -14,8 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
-from planner.model_rewrites.selected_rows.calls import SelectedRows
-from planner.model_rewrites.selected_rows.selection import Selection, mixed_rows
+from planner.model_rewrites.selected_rows.calls import SelectedRows, name_of
+from planner.model_rewrites.selected_rows.selection import Selection, mixed_rows, selection_of
+
+_RESULT = "output|0|"
+"""How the marker of a result of the root begins (`planner.graph.capture`)."""
 
 
 class _TracedRows(SelectedRows):
@@ -25,6 +28,14 @@ class _TracedRows(SelectedRows):
         super().__init__()
         self._names = names
         self._origins: dict[int, tuple[Hashable, torch.Tensor]] = {}
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        is_result = name_of(func) == "boundary" and str(args[1]).startswith(_RESULT)
+        if is_result and selection_of(args[0]) is not None:
+            raise ModelError(
+                "The forward returns elements that a mask selects.", cause="it returns elements that a mask selects"
+            )
+        return super().run(func, args, kwargs)
 
     def select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         selected = super().select(func, args, kwargs)

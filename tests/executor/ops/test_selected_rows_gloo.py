@@ -13,7 +13,11 @@ from support.selected import selected
 from support.trained_steps import Errors, errors_in_steps
 from torch import nn
 
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
+from executor.shard import shard_module
 from planner import build_plan
+from planner.errors import ModelError, RunError
 from planner.plan.sharding_plan import ShardingPlan
 
 VOCABULARY, WIDTH, IGNORED = 32, 16, -100
@@ -175,3 +179,38 @@ def test_losses_and_parameters_are_those_of_the_unsharded_module(errors: dict[st
 def test_the_model_is_not_one_op(name: str) -> None:
     plan = plan_of(name, "ilp")
     assert list(plan.opaque_modules) == (["body.layers.2"] if name == "beside experts" else [])
+
+
+class Returned(Selecting):
+    """Returns what a mask selects, where it is not trained."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = labels != IGNORED
+        logits = self.head(self.body(ids))
+        return F.cross_entropy(logits[mask], labels[mask]) if self.training else logits[mask]
+
+
+def test_what_is_selected_is_not_returned() -> None:
+    _, inputs = made("logits")
+    options: dict[str, Any] = {"cluster": "1x4xtoy", "mesh": "dp=2,tp=2", "dtype": "fp32"}
+    with pytest.raises(ModelError, match="returns as many elements as values say"):
+        build_plan(Returned().eval(), example_inputs=inputs, phase="prefill", **options)
+
+
+def returned(rank: int, plan: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    module, inputs = Returned(), made("logits")[1]
+    parsed = ShardingPlan.from_dict(plan)
+    mesh = device_mesh_for(parsed, device_type="cpu")
+    shard_module(module, mesh, parsed)
+    with pytest.raises(RunError, match="returns elements that a mask selects") as error:
+        module.eval()(*local_batch(inputs, mesh, parsed))
+    return str(error.value)
+
+
+def test_a_branch_that_was_not_planned_does_not_return_other_elements() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"cluster": "1x2xtoy", "mesh": "dp=2", "dtype": "fp32", "micro_batches": 1}
+    plan = build_plan(Returned(), example_inputs=made("logits")[1], **options)
+    assert not plan.opaque_modules
+    assert len(set(run_on_gloo(returned, 2, plan.to_dict()))) == 1
