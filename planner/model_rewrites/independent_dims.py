@@ -115,14 +115,16 @@ def _trial_shape(shape: tuple[int, ...], dim: int | None, kept: int | None) -> t
 
 def without_chance(name: str, leaf: Any) -> Any:
     """Return an argument of op ``name`` for a trial: 0 in place of a fraction, such as a dropout, of a random op."""
-    return 0.0 if isinstance(leaf, float) and _may_be_random(name) else leaf
+    return 0.0 if isinstance(leaf, float) and may_be_random(name) else leaf
 
 
 @functools.cache
-def _may_be_random(name: str) -> bool:
+def may_be_random(name: str) -> bool:
+    """Return whether an op of this name draws random numbers."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())
 
 
 def _joined_on(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,8 +64,7 @@ class SelectedRows:
         selections = [selection for leaf in leaves if (selection := selection_of(leaf)) is not None]
         if not selections:
             return NotImplemented
-        for other in selections[1:]:
-            self.check_alike(selections[0].mask, other.mask)
+        self.check(selections)
         return self._run_on_rows(func, args, dict(kwargs), selections[0])
 
     def select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -104,8 +103,8 @@ class SelectedRows:
         result = func(*args, **kwargs)
         return with_rows(name, result, selection) if have_rows(result, selection) else result
 
-    def check_alike(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Raise a `ModelError` unless two masks select the same elements, where that can be known."""
+    def check(self, selections: Sequence[Selection]) -> None:
+        """Raise a `ModelError` unless these select the same elements as before, and alike, where that can be known."""
 
     def sizes(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the sizes that a call asks for."""

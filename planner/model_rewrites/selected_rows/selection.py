@@ -21,11 +21,13 @@ class Selection:
     Attributes:
         mask: as it was given, over one or several dims.
         rows: the mask as one dim.
+        version: that of the mask when it selected: writes to it count up.
         is_places: whether the rows are places of what the mask selects, as `torch.nonzero` returns them.
     """
 
     mask: torch.Tensor
     rows: torch.Tensor
+    version: int
     is_places: bool = False
 
 
@@ -107,7 +109,7 @@ def _places(mask: torch.Tensor, *, as_tuple: bool) -> Any:
     """Return stand-ins for the places of what ``mask`` selects: of several dims only as a tuple."""
     if mask.dtype != torch.bool or not mask.dim() or not (as_tuple or mask.dim() == 1):
         return NotImplemented
-    selection = Selection(mask, mask.reshape(-1), is_places=True)
+    selection = Selection(mask, mask.reshape(-1), mask._version, is_places=True)
     shape = (-1,) if as_tuple else (-1, 1)
     each = [torch.zeros_like(selection.rows, dtype=torch.long).reshape(shape) for _ in range(mask.dim())]
     for place in each:
@@ -120,7 +122,7 @@ def _rows(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     condition = mask.reshape(tuple(mask.shape) + (1,) * (tensor.dim() - mask.dim()))
     kept = torch.where(condition, tensor, 1 if tensor.is_floating_point() else 0)
     rows = kept.flatten(0, mask.dim() - 1)
-    setattr(rows, _SELECTION, Selection(mask, mask.reshape(-1)))
+    setattr(rows, _SELECTION, Selection(mask, mask.reshape(-1), mask._version))
     return rows
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,11 +14,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
+from planner.model_rewrites.independent_dims import may_be_random
 from planner.model_rewrites.selected_rows.calls import SelectedRows, name_of
+from planner.model_rewrites.selected_rows.each_row import RESHAPES
 from planner.model_rewrites.selected_rows.selection import Selection, mixed_rows, selection_of
 
 _RESULT = "output|0|"
 """How the marker of a result of the root begins (`planner.graph.capture`)."""
+
+
+class _Origin(NamedTuple):
+    """How a tensor was computed, at its version; the tensor is kept, so that no other has its ``id``."""
+
+    origin: Hashable
+    tensor: torch.Tensor
+    version: int
 
 
 class _TracedRows(SelectedRows):
@@ -27,7 +37,7 @@ class _TracedRows(SelectedRows):
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
         self._names = names
-        self._origins: dict[int, tuple[Hashable, torch.Tensor]] = {}
+        self._origins: dict[int, _Origin] = {}
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         is_result = name_of(func) == "boundary" and str(args[1]).startswith(_RESULT)
@@ -60,22 +70,34 @@ class _TracedRows(SelectedRows):
 
     def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Remember how ``result`` was computed, if it may become a mask."""
-        if not isinstance(result, torch.Tensor) or result.is_floating_point():
+        name = name_of(func)
+        if not isinstance(result, torch.Tensor) or result.is_floating_point() or may_be_random(name):
             return
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if not any(leaf is result for leaf in leaves):
-            origin = getattr(func, "__name__", ""), str(structure), tuple(map(self._origin, leaves))
-            self._origins[id(result)] = origin, result
+        if any(leaf is result for leaf in leaves):
+            return
+        if name == "boundary" or (name in RESHAPES and result.numel() == args[0].numel()):
+            origin = self._origin(args[0])  # the same elements, in the same order
+        else:
+            origin = name, str(structure), tuple(map(self._origin, leaves))
+        self._origins[id(result)] = _Origin(origin, result, result._version)
 
     def _origin(self, leaf: Any) -> Hashable:
         """Return a value that is the same for numbers that are equal, and tensors that are computed alike."""
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
         known = self._origins.get(id(leaf))
-        return (id(leaf), leaf._version) if known is None else (known[0], leaf._version)
+        if known is None or known.version != leaf._version:
+            known = self._origins[id(leaf)] = _Origin((id(leaf), leaf._version), leaf, leaf._version)
+        return known.origin
 
-    def check_alike(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        if first is not second and self._origin(first) != self._origin(second):
+    def check(self, selections: Sequence[Selection]) -> None:
+        if any(selection.mask._version != selection.version for selection in selections):
+            raise ModelError(
+                "The forward changes a mask after it has selected elements by it.",
+                cause="it changes a mask after it has selected elements by it",
+            )
+        if len({self._origin(selection.mask) for selection in selections}) > 1:
             raise ModelError(
                 "The forward reads elements that two masks select as if they were the same elements.",
                 cause="it reads elements that two masks select as if they were the same",

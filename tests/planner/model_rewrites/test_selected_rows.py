@@ -37,6 +37,18 @@ def put_back(module: Read, x: Tensor, y: Tensor) -> Tensor:
     return out.pow(2).sum()
 
 
+def changes_its_mask(module: Read, x: Tensor, y: Tensor) -> Tensor:
+    mask = y >= 0
+    rows = module.head(x[mask])
+    mask[:, 0] = False
+    return rows.sum()
+
+
+def drawn_masks(module: Read, x: Tensor, y: Tensor) -> Tensor:
+    first, second = (torch.randint_like(y, 2).bool() for _ in range(2))
+    return F.mse_loss(x[first], x[second])
+
+
 def accuracy(module: Read, x: Tensor, y: Tensor) -> Tensor:
     hits = (x[y != IGNORED].argmax(-1) == y[y != IGNORED]).float().mean()
     return hits + F.nll_loss(module.head(x[y != IGNORED]).log_softmax(-1), y[y != IGNORED], reduction="sum")
@@ -67,6 +79,8 @@ SAME: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
     "accuracy": accuracy,
 }
 
+SAME["flat and not"] = lambda m, x, y: F.cross_entropy(m.head(x[y >= 0]), y.view(-1)[(y >= 0).view(-1)])
+
 REFUSED: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
     "asks how many": lambda m, x, y: x[y >= 0].sum() / x[y >= 0].shape[0],
     "asks how many by len": lambda m, x, y: x[y >= 0].sum() / len(x[y >= 0]),
@@ -75,6 +89,8 @@ REFUSED: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
     "largest of all": lambda m, x, y: x[y >= 0].max(),
     "masks that differ": lambda m, x, y: F.mse_loss(x[y >= 0], (x + 1)[y >= 1]),
     "with what is not selected": lambda m, x, y: (x[y >= 0] * torch.ones(int((y >= 0).sum()), CLASSES)).sum(),
+    "a mask that changes": changes_its_mask,
+    "masks that are drawn": drawn_masks,
     "attention of what is selected": lambda m, x, y: F.scaled_dot_product_attention(x[y >= 0], x[y >= 0], x[y >= 0]),
 }
 
