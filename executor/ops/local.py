@@ -16,7 +16,13 @@ from cost_model.layouts.layout import Layout, sharded_dim
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import run_function
 from executor.torch_internals.random import random_region
-from planner.model_rewrites.independent_dims import Dims, split_outputs, with_plain_split, without_chance
+from planner.model_rewrites.independent_dims import (
+    Dims,
+    check_recurrent,
+    split_outputs,
+    with_plain_split,
+    without_chance,
+)
 
 _MOST_SPLITS = 4096
 """Trials that are remembered."""
@@ -39,6 +45,7 @@ def run_local(
         if is_trial:
             filled = [without_chance(func.__name__, leaf) for leaf in filled]
         called_args, called_kwargs = pytree.tree_unflatten(filled, structure)
+        check_recurrent(func.__name__, called_args)
         return func(*called_args, **called_kwargs)
 
     split_on: list[Dims] = []

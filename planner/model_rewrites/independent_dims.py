@@ -118,6 +118,22 @@ def without_chance(name: str, leaf: Any) -> Any:
     return 0.0 if isinstance(leaf, float) and may_be_random(name) else leaf
 
 
+def check_recurrent(name: str, args: Sequence[Any]) -> None:
+    """Check the sizes of what a recurrent op of this name is given: torch's kernels read beyond what is too small.
+
+    Raises:
+        ValueError: features, states or their number differ from those of the input and the weights.
+    """
+    if name not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or not isinstance(args[3], bool):
+        return  # another op, or one on packed sequences
+    input, states, weights, _, layers, _, _, bidirectional, batch_first = args
+    samples = input.shape[0 if batch_first else 1]
+    count = layers * (2 if bidirectional else 1)
+    given = states if isinstance(states, (list, tuple)) else [states]
+    if input.shape[2] != weights[0].shape[1] or any(state.shape[:2] != (count, samples) for state in given):
+        raise ValueError(f"{name} got sizes that do not go together")
+
+
 @functools.cache
 def may_be_random(name: str) -> bool:
     """Return whether an op of this name draws random numbers."""

@@ -19,8 +19,14 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, OpGraph, Ref, Value, build_digraph
-from planner.graph.run_op import run_op
-from planner.model_rewrites.independent_dims import Dims, split_outputs, with_plain_split, without_chance
+from planner.graph.run_op import run_op, with_tensors
+from planner.model_rewrites.independent_dims import (
+    Dims,
+    check_recurrent,
+    split_outputs,
+    with_plain_split,
+    without_chance,
+)
 from planner.model_rewrites.opaque_op import OP_NAME, SAMPLES, OpaqueArguments
 from planner.regions.regions import op_signature
 from planner.strategies.axis_rule import AxisRule, InnerCollective
@@ -128,6 +134,7 @@ def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None
     trial = dataclasses.replace(op, args=args, kwargs=kwargs)
 
     def run(tensors: list[torch.Tensor]) -> Any:
+        check_recurrent(name, with_tensors(trial.args, tensors))
         return run_op(trial, tensors)
 
     return split_outputs(run, [value.shape for value in inputs], [value.dtype for value in inputs], dims)

@@ -182,3 +182,13 @@ def test_checks_leave_data_parallelism_without_collectives_of_their_own(name: st
     assert plan.verification.outcome == "as-planned"
     assert plan.estimate is not None
     assert {each.kind for each in plan.estimate.collectives} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
+def test_as_many_states_as_samples_are_no_samples(kind: type[nn.RNNBase]) -> None:
+    # A kernel that is given half of the layers' states reads beyond them.
+    module = Recurrent(kind, bidirectional=True, num_layers=BATCH // 2)
+    options: dict[str, Any] = {"cluster": "1x2xtoy", "mesh": "dp=2", "dtype": "fp32", "micro_batches": 1}
+    plan = build_plan(module, example_inputs=made("RNN")[1], **options)
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
