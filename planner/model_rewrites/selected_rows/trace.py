@@ -18,6 +18,10 @@ from planner.model_rewrites.independent_dims import may_be_random
 from planner.model_rewrites.selected_rows.calls import SelectedRows, name_of
 from planner.model_rewrites.selected_rows.each_row import RESHAPES
 from planner.model_rewrites.selected_rows.selection import Selection, mixed_rows, selection_of
+from planner.model_rewrites.tree_paths import tensors_in
+
+_MOST_MASKS = 4
+"""The most masks that a forward selects by; experts in a loop would each compute all tokens."""
 
 _RESULT = "output|0|"
 """How the marker of a result of the root begins (`planner.graph.capture`)."""
@@ -38,6 +42,7 @@ class _TracedRows(SelectedRows):
         super().__init__()
         self._names = names
         self._origins: dict[int, _Origin] = {}
+        self._masks: set[Hashable] = set()
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         is_result = name_of(func) == "boundary" and str(args[1]).startswith(_RESULT)
@@ -54,6 +59,13 @@ class _TracedRows(SelectedRows):
             if name is not None and is_in_list(name):
                 raise ModelError(
                     f"{name} selects elements by a mask.", module=name, cause="it selects elements by a mask"
+                )
+            chosen = next(each for each in map(selection_of, tensors_in(selected)) if each is not None)
+            self._masks.add(self._origin(chosen.mask))
+            if len(self._masks) > _MOST_MASKS:
+                raise ModelError(
+                    f"The forward selects elements by more than {_MOST_MASKS} masks.",
+                    cause=f"it selects elements by more than {_MOST_MASKS} masks",
                 )
         return selected
 

@@ -44,6 +44,13 @@ def changes_its_mask(module: Read, x: Tensor, y: Tensor) -> Tensor:
     return rows.sum()
 
 
+def experts(module: Read, x: Tensor, y: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for chosen in range(CLASSES):
+        out[y == chosen] = module.head(x[y == chosen])
+    return out.sum()
+
+
 def drawn_masks(module: Read, x: Tensor, y: Tensor) -> Tensor:
     first, second = (torch.randint_like(y, 2).bool() for _ in range(2))
     return F.mse_loss(x[first], x[second])
@@ -91,6 +98,7 @@ REFUSED: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
     "with what is not selected": lambda m, x, y: (x[y >= 0] * torch.ones(int((y >= 0).sum()), CLASSES)).sum(),
     "a mask that changes": changes_its_mask,
     "masks that are drawn": drawn_masks,
+    "a mask for each expert": experts,
     "attention of what is selected": lambda m, x, y: F.scaled_dot_product_attention(x[y >= 0], x[y >= 0], x[y >= 0]),
 }
 
