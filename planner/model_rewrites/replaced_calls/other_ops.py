@@ -121,6 +121,8 @@ def ctc_loss(
     """
     if targets.dim() != 2 or log_probs.dim() != 3:
         return NotImplemented
+    if log_probs.dtype in (torch.bfloat16, torch.float16):
+        log_probs = log_probs.float()  # torch has no kernel for them
     targets = _on_device(targets, log_probs)
     # Lengths that the forward makes itself, as by torch.full, are whole on every rank: the sum is split as the targets.
     lengths = [targets.sum(1) * 0 + _on_device(each, log_probs) for each in (input_lengths, target_lengths)]

@@ -14,8 +14,12 @@ from support.gloo import run_on_gloo
 from support.selected import selected
 from support.trained_steps import Errors, errors_in_steps
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import HubertConfig, HubertForCTC
 
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
+from executor.shard import shard_module
 from planner import build_plan
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -192,3 +196,19 @@ def test_as_many_states_as_samples_are_no_samples(kind: type[nn.RNNBase]) -> Non
     plan = build_plan(module, example_inputs=made("RNN")[1], **options)
     assert plan.verification is not None
     assert plan.verification.outcome == "as-planned"
+
+
+def test_ctc_in_a_job_of_bf16_is_computed_in_fp32() -> None:
+    module, inputs = made("CTC")
+    plan = build_plan(module, example_inputs=inputs, cluster="1x2xtoy", mesh="dp=2", dtype="bf16", micro_batches=1)
+    assert run_on_gloo(loss_of, 2, plan.to_dict())[0] > 0
+
+
+def loss_of(rank: int, plan: dict[str, Any]) -> float:
+    module, inputs = made("CTC")
+    parsed = ShardingPlan.from_dict(plan)
+    mesh = device_mesh_for(parsed, device_type="cpu")
+    shard_module(module, mesh, parsed)
+    loss = module(*local_batch(inputs, mesh, parsed))
+    loss.backward()
+    return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
