@@ -8,9 +8,11 @@ other calls. Writes of DTensors to plain tensors write whole values (``executor.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import FunctionType
+from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -69,6 +71,11 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
 _LOOKED_AT = frozenset({*_OWN_OPS, *REPLACEMENTS, torch.Tensor.__bool__})
 """Functions whose calls with a DTensor run otherwise than DTensor runs them."""
 
+_EXECUTOR, _TORCH = (f"{path}{os.sep}" for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_MODULES_OF_TORCH = f"{_TORCH}nn{os.sep}"
+_PASSING_ON = (torch.overrides.__file__, torch._tensor.__file__, torch.functional.__file__)
+"""Files of torch through which calls of its functions in Python reach a mode."""
+
 _UNEVEN = frozenset({F.embedding, F.embedding_bag, F.linear, F.cross_entropy})
 """Own ops whose shards may be uneven chunks. DTensor runs the others then, or refuses."""
 
@@ -124,7 +131,8 @@ class OwnOps(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         rows = self._selected_rows
         if rows is not None and rows.may_run(func, args):
-            result = self._run_on_selected_rows(rows, func, args, kwargs)
+            is_own = _is_own_call(sys._getframe(1))
+            result = self._run_on_selected_rows(rows, func, args, kwargs, is_own=is_own)
             if result is not NotImplemented:
                 return result
         tensors = [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)] if func in _LOOKED_AT else ()
@@ -150,14 +158,20 @@ class OwnOps(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _run_on_selected_rows(
-        self, rows: SelectedRows, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        rows: SelectedRows,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_own: bool,
     ) -> Any:
         if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
             return NotImplemented
         self._selected_rows = None  # what the calls are made of is not looked at again
         try:
             with self:
-                return rows.run(func, args, kwargs)
+                return rows.run(func, args, kwargs, is_own=is_own)
         finally:
             self._selected_rows = rows
 
@@ -174,6 +188,14 @@ class OwnOps(TorchFunctionMode):
             finally:
                 self._running.discard(func)
         return NotImplemented
+
+
+def _is_own_call(frame: FrameType | None) -> bool:
+    """Return whether the executor, FSDP2 or autograd makes the call that ``frame`` is at, and no module's forward."""
+    while frame is not None and frame.f_code.co_filename in _PASSING_ON:
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_code.co_filename
+    return name.startswith((_EXECUTOR, _TORCH)) and not name.startswith(_MODULES_OF_TORCH)
 
 
 def _is_in_python(func: Callable[..., Any]) -> bool:

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-import planner.errors
 from planner.errors import ModelError
 from planner.graph.capture import module_names
 from planner.graph.op_graph import Op, OpGraph
@@ -176,7 +175,7 @@ def _cause(error: BaseException) -> str:
     return f"{cause}, at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
-_NOT_MODELS = (str(Path(torch.__file__).parent), str(Path(planner.errors.__file__).parent), "<")
+_NOT_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """How the paths of files begin that are not a model's."""
 
 

@@ -33,12 +33,12 @@ def without_value_checks() -> Iterator[None]:
         yield
 
 
-def value_that_passes(frame: FrameType | None) -> bool | None:
+def value_that_passes(frame: FrameType) -> bool | None:
     """Return the truth value with which the check passes that ``frame`` is at; None if it is at no check.
 
     It is at one if it is about to branch, and one branch does nothing but raise an error.
     """
-    return None if frame is None else _value_that_passes(frame.f_code, frame.f_lasti)
+    return _value_that_passes(frame.f_code, frame.f_lasti)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from planner.errors import ModelError
 from planner.model_rewrites.selected_rows.each_row import RESHAPES, treats_each_row
 from planner.model_rewrites.selected_rows.losses import (
     CLASS_LOSSES,
@@ -36,10 +37,7 @@ _OF_SIZES = frozenset({"shape", "size", "numel", "__len__", "nelement"})
 
 
 class SelectedRows:
-    """Runs the calls that select elements by a mask, and those that read what was selected, as a trace found them.
-
-    Between these calls, a planned run has some of its own: it makes views of what enters a module.
-    """
+    """Runs the calls that select elements by a mask, and those that read what was selected."""
 
     def __init__(self) -> None:
         self._are_there = False
@@ -48,8 +46,14 @@ class SelectedRows:
         """Return whether `run` may have a result for a call: a quick look."""
         return self._are_there or may_select(func, args)
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_own: bool = False
+    ) -> Any:
         """Return the result of a call; NotImplemented if it selects nothing and reads nothing that was selected.
+
+        Args:
+            func: the function that is called with ``args`` and ``kwargs``.
+            is_own: whether the call is none of the forward, but one that a planned run makes of what enters a module.
 
         Raises:
             ModelError: the call reads what was selected in a way that is not supported.
@@ -64,6 +68,9 @@ class SelectedRows:
         selections = [selection for leaf in leaves if (selection := selection_of(leaf)) is not None]
         if not selections:
             return NotImplemented
+        if is_own:
+            result = func(*args, **kwargs)
+            return with_rows("", result, selections[0]) if have_rows(result, selections[0]) else result
         self.check(selections)
         return self._run_on_rows(func, args, dict(kwargs), selections[0])
 
@@ -78,7 +85,7 @@ class SelectedRows:
         if name in _OF_NO_VALUES:
             return func(*args, **kwargs)
         if name in _OF_SIZES:
-            return self.sizes(name, func, args, kwargs)
+            return _sizes(name, func, args, kwargs)
         if name == "__setitem__":
             return _put_back(args, mask)
         if func in CLASS_LOSSES:
@@ -92,23 +99,12 @@ class SelectedRows:
             if total is not NotImplemented:
                 return total
         elif not treats_each_row(name, args, kwargs):
-            return self.run_other(name, func, args, kwargs, selection)
+            raise mixed_rows(name)
         is_places = selection.is_places and (name in RESHAPES or name == "__getitem__")
         return with_rows(name, func(*args, **kwargs), replace(selection, is_places=is_places))
 
-    def run_other(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
-    ) -> Any:
-        """Return the result of a call that is not known to treat each row by itself."""
-        result = func(*args, **kwargs)
-        return with_rows(name, result, selection) if have_rows(result, selection) else result
-
     def check(self, selections: Sequence[Selection]) -> None:
         """Raise a `ModelError` unless these select the same elements as before, and alike, where that can be known."""
-
-    def sizes(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the sizes that a call asks for."""
-        return func(*args, **kwargs)
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -128,3 +124,40 @@ def _put_back(args: tuple[Any, ...], mask: torch.Tensor) -> None:
         raise mixed_rows("an assignment")
     condition = given.reshape(tuple(given.shape) + (1,) * (value.dim() - 1))
     tensor.copy_(torch.where(condition, value.reshape(tensor.shape).to(tensor.dtype), tensor))
+
+
+def _sizes(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the sizes that a call asks for, other than that of the rows."""
+    if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
+        return _Sizes(func(*args, **kwargs))
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "size" and isinstance(dim, int) and dim % args[0].dim():
+        return func(*args, **kwargs)
+    raise _counted()
+
+
+def _counted() -> ModelError:
+    return ModelError(
+        "The forward asks how many elements a mask selects.",
+        what_to_do="Use the sum of the mask, as a tensor.",
+        cause="it asks how many elements a mask selects (their number as a tensor is the sum of the mask)",
+    )
+
+
+class _Sizes(tuple[int, ...]):
+    """The shape of selected rows, of which the first size is not known."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        taken = range(len(self))[index]
+        if 0 in (taken if isinstance(index, slice) else (taken,)):
+            raise _counted()
+        return tuple.__getitem__(self, index)
+
+    def __iter__(self) -> Iterator[int]:
+        raise _counted()
+
+    def numel(self) -> int:
+        """Raise an error, as `torch.Size.numel` needs the first size."""
+        raise _counted()

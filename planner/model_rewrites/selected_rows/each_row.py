@@ -9,13 +9,18 @@ from torch.utils import _pytree as pytree
 
 from planner.model_rewrites.selected_rows.selection import selection_of
 
-_OPERATORS = {"truediv": "div", "rtruediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "neg"}
+_OPERATORS = {
+    **dict.fromkeys(("truediv", "rtruediv"), "div"),
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "invert": "bitwise_not",
+}
 """Names of operators -> names of elementwise ops."""
 
 _EACH_ROW = {
     *("boundary", "dropout", "alpha_dropout", "feature_dropout", "embedding", "one_hot", "group_norm"),
     *("float", "double", "half", "bfloat16", "long", "int", "bool", "to", "type", "type_as"),
-    *("contiguous", "clone", "detach"),
+    *("contiguous", "clone", "detach", "zeros_like", "ones_like", "full_like"),
 }
 """Functions that treat each row by itself, and are not elementwise ops."""
 

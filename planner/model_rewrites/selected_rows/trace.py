@@ -1,4 +1,4 @@
-"""`masks_keep_all`: selected rows in a trace, where sizes are looked at, and masks are compared."""
+"""`masks_keep_all`: selected rows in a trace, where masks are compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.errors import ModelError
 from planner.model_rewrites.independent_dims import may_be_random
 from planner.model_rewrites.selected_rows.calls import SelectedRows, name_of
 from planner.model_rewrites.selected_rows.each_row import RESHAPES
-from planner.model_rewrites.selected_rows.selection import Selection, mixed_rows, selection_of
+from planner.model_rewrites.selected_rows.selection import Selection, selection_of
 from planner.model_rewrites.tree_paths import tensors_in
 
 _MOST_MASKS = 4
@@ -36,7 +36,7 @@ class _Origin(NamedTuple):
 
 
 class _TracedRows(SelectedRows):
-    """Selected rows in a trace, where sizes are looked at, and it is known which masks are computed alike."""
+    """Selected rows in a trace, where it is known which masks are computed alike."""
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
@@ -44,13 +44,15 @@ class _TracedRows(SelectedRows):
         self._origins: dict[int, _Origin] = {}
         self._masks: set[Hashable] = set()
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_own: bool = False
+    ) -> Any:
         is_result = name_of(func) == "boundary" and str(args[1]).startswith(_RESULT)
         if is_result and selection_of(args[0]) is not None:
             raise ModelError(
                 "The forward returns elements that a mask selects.", cause="it returns elements that a mask selects"
             )
-        return super().run(func, args, kwargs)
+        return super().run(func, args, kwargs, is_own=is_own)
 
     def select(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         selected = super().select(func, args, kwargs)
@@ -115,19 +117,6 @@ class _TracedRows(SelectedRows):
                 cause="it reads elements that two masks select as if they were the same",
             )
 
-    def run_other(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], selection: Selection
-    ) -> Any:
-        raise mixed_rows(name)
-
-    def sizes(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
-            return _Sizes(func(*args, **kwargs))
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if name == "size" and isinstance(dim, int) and dim % args[0].dim():
-            return func(*args, **kwargs)
-        raise _counted()
-
 
 class _Mode(TorchFunctionMode):
     def __init__(self, root: nn.Module) -> None:
@@ -162,30 +151,3 @@ def masks_keep_all(root: nn.Module) -> Iterator[None]:
 def is_in_list(name: str) -> bool:
     """Return whether a module is in a list, as blocks and experts are."""
     return any(part.isdigit() for part in name.split("."))
-
-
-def _counted() -> ModelError:
-    return ModelError(
-        "The forward asks how many elements a mask selects.",
-        what_to_do="Use the sum of the mask, as a tensor.",
-        cause="it asks how many elements a mask selects (their number as a tensor is the sum of the mask)",
-    )
-
-
-class _Sizes(tuple[int, ...]):
-    """The shape of selected rows, of which the first size is not known."""
-
-    __slots__ = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        taken = range(len(self))[index]
-        if 0 in (taken if isinstance(index, slice) else (taken,)):
-            raise _counted()
-        return tuple.__getitem__(self, index)
-
-    def __iter__(self) -> Iterator[int]:
-        raise _counted()
-
-    def numel(self) -> int:
-        """Raise an error, as `torch.Size.numel` needs the first size."""
-        raise _counted()

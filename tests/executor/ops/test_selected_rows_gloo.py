@@ -182,12 +182,16 @@ def test_the_model_is_not_one_op(name: str) -> None:
 
 
 class Returned(Selecting):
-    """Returns what a mask selects, where it is not trained."""
+    """Returns what a mask selects, or divides by its number, where it is not trained."""
+
+    counts = False
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         mask = labels != IGNORED
         logits = self.head(self.body(ids))
-        return F.cross_entropy(logits[mask], labels[mask]) if self.training else logits[mask]
+        if self.training:
+            return F.cross_entropy(logits[mask], labels[mask])
+        return logits[mask].sum() / logits[mask].shape[0] if self.counts else logits[mask]
 
 
 def test_what_is_selected_is_not_returned() -> None:
@@ -205,6 +209,9 @@ def returned(rank: int, plan: dict[str, Any]) -> str:
     shard_module(module, mesh, parsed)
     with pytest.raises(RunError, match="returns elements that a mask selects") as error:
         module.eval()(*local_batch(inputs, mesh, parsed))
+    module.counts = True
+    with pytest.raises(ModelError, match="asks how many elements a mask selects"):
+        module(*local_batch(inputs, mesh, parsed))
     return str(error.value)
 
 
