@@ -30,6 +30,7 @@ from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.buffers import keep_buffers_whole
+from executor.runtime.cached_states import attach_states, encode_whole
 from executor.runtime.checkpointing import checkpoint_blocks
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
@@ -209,6 +210,8 @@ def _shard(
     in_opaque = {part for fqn in resolved.opaque_modules for part in module.get_submodule(fqn).modules()}
     replace_experts(module, redistributor, opaque=in_opaque)
     run_opaque(module, resolved.opaque_modules, redistributor)
+    if job.phase == "decode":
+        encode_whole(module, redistributor)
     if job.fused_ops:
         replace_with_fused_ops(module, redistributor, opaque={*replacements, *in_opaque})
     concatenate_mla_keys(module)
@@ -220,6 +223,7 @@ def _shard(
     inputs_dtype = None if plan.solver is None else resolved.compute_dtype
     attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form, inputs_dtype)
     attach_ports(module, resolved.boundaries, shared, form)
+    attach_states(module, resolved.boundaries.inputs, redistributor, form)
     attach_local_outputs(module, resolved.boundaries)
     # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.
     if observer is not None:

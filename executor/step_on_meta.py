@@ -23,10 +23,13 @@ from executor.torch_internals.dtensor import fake_process_group, local_of, make_
 from executor.torch_internals.strategies import matching_strategies_first
 from planner.errors import PlanError
 from planner.model_rewrites.assumed_values import AssumedValues
-from planner.model_rewrites.cache_argument import cache_argument
+from planner.model_rewrites.cache_argument import cache_argument, is_encoder_decoder, recurrent_layer_numbers
 from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
+
+_RECURRENT_PROMPT = 8
+"""Tokens that fill the cache of a model with recurrent layers."""
 
 
 class Dispatched(NamedTuple):
@@ -92,19 +95,30 @@ class StepOnMeta:
 def _decoding_batch(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
     """Return the keyword arguments of a decoding step, including a cache of ``tokens`` tokens of each sequence.
 
+    An encoder-decoder gets what its encoder made of ``batch``, in place of the encoder's inputs.
+
     Args:
         model: a sharded model that takes a key-value cache as transformers' models do.
-        batch: keyword arguments; ``input_ids`` holds one token of each of this rank's sequences.
-        tokens: number of tokens in the cache; with 0 the cache argument is None.
+        batch: keyword arguments; ``input_ids``, or the decoder's, holds one token of each of this rank's sequences.
+        tokens: number of tokens in the cache, fewer with recurrent layers; with 0 the cache argument is None.
     """
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise PlanError("A decoding step needs input_ids, by keyword.", what_to_do='Give {"input_ids": ...}.')
+    encodes = is_encoder_decoder(model)
+    name = "decoder_input_ids" if encodes else "input_ids"
+    if not isinstance(batch, Mapping) or name not in batch:
+        raise PlanError(f"A decoding step needs {name}, by keyword.", what_to_do=f'Give {{"{name}": ...}}.')
     cache = cache_argument(model)
     if cache is None:
         raise PlanError(f"{type(model).__name__} takes no cache.", what_to_do="Verify the plan of its prefill.")
     arguments = {**batch, "use_cache": True}
-    prompt = {**arguments, "input_ids": batch["input_ids"].expand(-1, tokens)}
+    if recurrent_layer_numbers(model):
+        # Their states have one size after any prompt, and a scan over a long one runs thousands of ops.
+        tokens = min(tokens, _RECURRENT_PROMPT)
     with torch.no_grad():
+        if encodes:
+            output = model(**{**arguments, name: batch[name].expand(-1, max(tokens, 1))})
+            arguments.pop(str(model.main_input_name))
+            return {**arguments, "encoder_outputs": (output.encoder_last_hidden_state,), cache: output[cache]}
+        prompt = {**arguments, name: batch[name].expand(-1, tokens)}
         return {**arguments, cache: getattr(model(**prompt), cache) if tokens else None}
 
 

@@ -11,7 +11,7 @@ backward, and in the reduction of its gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -58,8 +58,9 @@ class _OpaqueForward:
         parameters: list[Any] = [p for part in self._module.modules() for p in part._parameters.values()]
         if not any(isinstance(tensor, DTensor) for tensor in (*tensors, *parameters)):
             return self._forward(*args, **kwargs)
-        by_samples = self._sample_axes(by_path)
-        given = iter([self._local(tensor, self._has_samples(path), by_samples) for path, tensor in by_path.items()])
+        with_samples = self._paths_with_samples(by_path)
+        by_samples = self._sample_axes(by_path, with_samples)
+        given = iter([self._local(tensor, path in with_samples, by_samples) for path, tensor in by_path.items()])
         local_args, local_kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(given), (args, kwargs))
         layout = tuple(Shard(0) if axis in by_samples else Replicate() for axis in range(self._axes))
         with self._local_parameters(by_samples) as local_parameters:
@@ -71,16 +72,25 @@ class _OpaqueForward:
                 output = _with_parameters(output, local_parameters, need_gradients=bool(by_samples))
         return self._wrapped(output, layout)
 
-    def _has_samples(self, path: str) -> bool:
-        """Return whether the argument at ``path`` is split where the samples are."""
-        return self._split is not None and self._split.inputs.get(path) == SAMPLES
+    def _paths_with_samples(self, by_path: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the paths of the arguments that are split where the samples are.
+
+        An argument that the planned call did not have, such as a mask, is one of them if it has as many rows.
+        """
+        known: Mapping[str, str] = {} if self._split is None else self._split.inputs
+        samples = next((len(t) for path, t in by_path.items() if known.get(path) == SAMPLES), None)
+        return frozenset(
+            path
+            for path, tensor in by_path.items()
+            if known.get(path, SAMPLES if tensor.dim() and len(tensor) == samples else None) == SAMPLES
+        )
 
     @property
     def _axes(self) -> int:
         return len(self._redistributor.replicated)
 
-    def _sample_axes(self, by_path: Mapping[str, torch.Tensor]) -> frozenset[int]:
-        """Return the mesh axes on which the arguments are split by samples.
+    def _sample_axes(self, by_path: Mapping[str, torch.Tensor], with_samples: Collection[str]) -> frozenset[int]:
+        """Return the mesh axes on which the arguments ``with_samples`` are split by samples.
 
         Raises:
             PlanLayoutError: the arguments have other layouts than a plan gives them.
@@ -88,7 +98,7 @@ class _OpaqueForward:
         axes: set[int] = set()
         for path, tensor in by_path.items():
             for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-                if placement == Shard(0) and self._has_samples(path):
+                if placement == Shard(0) and path in with_samples:
                     axes.add(axis)
                 elif not placement.is_replicate() and self._redistributor.axis_size(axis) > 1:
                     raise PlanLayoutError(

@@ -27,7 +27,7 @@ from executor.runtime.implicit_replication import implicit_replication
 from executor.runtime.run_context import RunContexts
 from executor.torch_internals.generation import start_fully_sharded
 from planner.errors import RunError
-from planner.model_rewrites.cache_argument import is_cache
+from planner.model_rewrites.cache_argument import is_cache, is_encoder_decoder
 
 _logger = logging.getLogger("shardplan")
 
@@ -135,17 +135,16 @@ def attach_whole_results(
     module.register_forward_hook(_GatherResults(form, redistributor))
     generate = getattr(module, "generate", None)
     if callable(generate):
-        encoder = _encoder(module)
+        encoder = encoder_of(module)
         if encoder is not None:
             contexts.attach_part(encoder)
         module.generate = _Generate(module, generate, redistributor.device_mesh)  # type: ignore[assignment]
 
 
-def _encoder(module: nn.Module) -> nn.Module | None:
+def encoder_of(module: nn.Module) -> nn.Module | None:
     """Return the encoder of a transformers model that has a decoder too."""
     get_encoder: Any = getattr(module, "get_encoder", None)
-    is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    return get_encoder() if is_encoder_decoder and get_encoder is not None else None
+    return get_encoder() if is_encoder_decoder(module) and get_encoder is not None else None
 
 
 class _Generate:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from cost_model.layouts.layout import Layout, format_layout, replicated
 from planner.errors import PlanMismatchError
 from planner.formulation.formulate import Formulation, Formulator
+from planner.graph.layer_caches.decoding_step import state_path
 from planner.graph.trace_module import ModuleNames
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure, hook_key
@@ -108,6 +109,12 @@ class _Reader:
                     port.grad is not None and strategy.gradient[position] not in (port.grad, None)
                 ):
                     return False
+        for region_op in region.ops:
+            path = state_path(region_op.op)
+            if path is not None:
+                port = self._ports.get((region.fqn, "input", path))
+                if port is not None and strategy.forward[region_op.outputs[0]] != port.layout:
+                    return False
         return True
 
     def _check_places(self) -> None:
@@ -121,6 +128,11 @@ class _Reader:
             for region in self._regions.regions
             for slot in region.slots
             if slot.boundary is not None
+        } | {
+            (region.fqn, "input", path)
+            for region in self._regions.regions
+            for region_op in region.ops
+            if (path := state_path(region_op.op)) is not None
         }
         self._only = Counter((fqn, direction) for fqn, direction, _ in places)
         for fqn, direction, path in self._ports:

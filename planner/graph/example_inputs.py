@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
-from planner.graph.layer_caches import undecoded_layers
-from planner.model_rewrites.cache_argument import cache_argument
+from planner.graph.layer_caches.kept import undecoded_layers
+from planner.model_rewrites.cache_argument import cache_argument, has_own_cache, is_encoder_decoder
 from planner.model_rewrites.tree_paths import look_into_dataclasses
 from planner.plan.job_spec import JobPhase
 
@@ -94,7 +94,8 @@ def inputs_from_config(
     """Return the arguments of a Hugging Face model, on the meta device.
 
     Training inputs include labels, if the model takes them as a tensor. Prefill inputs ask for the logits of the last
-    token only, if the model allows it. Decoding inputs have one token per sequence; the KV cache is not among them.
+    token only, if the model allows it. Decoding inputs have one token per sequence; the KV cache is not among them. An
+    encoder-decoder also gets its encoder's inputs, from which a run fills the cache.
     Images have the size in the config, or `DEFAULT_IMAGE_SIZE`. A model whose images are tokens among those of the text
     (LLaVA) gets text alone: how many tokens an image takes is in no config.
 
@@ -123,8 +124,10 @@ def inputs_from_config(
         raise JobError("no sequence length is given.", what_to_do="Give it, for example seq=8192.", field="seq")
     takes = signature(module.forward).parameters
 
-    def tokens() -> torch.Tensor:
-        return torch.zeros(batch, 1 if phase == "decode" else seq or 1, dtype=torch.long, device="meta")
+    length = 1 if phase == "decode" and not is_encoder_decoder(module) else seq or 1
+
+    def tokens(length: int = length) -> torch.Tensor:
+        return torch.zeros(batch, length, dtype=torch.long, device="meta")
 
     kwargs: dict[str, Any] = {}
     if name == "input_ids" or (name == "pixel_values" and "input_ids" in takes):
@@ -135,8 +138,8 @@ def inputs_from_config(
         kwargs[name] = torch.zeros(batch, *_sound_shape(module, name, config, seq), device="meta")
     if phase == "training":
         kwargs.update(_labels(module, takes, kwargs, tokens()))
-    if getattr(config, "is_encoder_decoder", False):
-        kwargs["decoder_input_ids"] = tokens()
+    if is_encoder_decoder(module):
+        kwargs["decoder_input_ids"] = tokens(1) if phase == "decode" else tokens()
     if _takes_use_cache(config, takes):
         kwargs["use_cache"] = False
     if phase == "prefill" and "logits_to_keep" in takes:
@@ -270,9 +273,7 @@ def _takes_use_cache(config: Any, takes: Mapping[str, Parameter]) -> bool:
 def has_kv_cache(module: nn.Module) -> bool:
     """Return whether ``module`` is a Hugging Face decoder, whose cache holds keys and values, latents or states."""
     config = getattr(module, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False):
-        return False
-    return cache_argument(module) is not None
+    return config is not None and not is_encoder_decoder(module) and cache_argument(module) is not None
 
 
 def check_can_decode(module: nn.Module) -> None:
@@ -282,19 +283,28 @@ def check_can_decode(module: nn.Module) -> None:
         JobError: the module is no decoder with a KV cache, or its decoding takes other paths than its forward.
     """
     name = type(module).__name__
-    if has_kv_cache(module):
-        kinds = undecoded_layers(module)
-        if not kinds:
-            return
-        detail = (
-            f"decoding with recurrent layers or sparse attention cannot be planned yet: in a step, those of {name} run "
-            f"other ops than in its forward (transformers caches them as {', '.join(kinds)})."
+    takes = signature(module.forward).parameters
+    encodes = is_encoder_decoder(module) and {"encoder_outputs", "decoder_input_ids"} <= set(takes)
+    if cache_argument(module) is None or not (has_kv_cache(module) or encodes):
+        raise _cannot_decode(f"{name} cannot decode: it is no Hugging Face decoder with a KV cache.")
+    if has_own_cache(module):
+        raise own_cache(module)
+    kinds = undecoded_layers(module)
+    if kinds:
+        raise _cannot_decode(
+            f"decoding with sparse attention cannot be planned yet: in a step, that of {name} runs other ops than in "
+            f"its forward (transformers caches it as {', '.join(kinds)})."
         )
-    elif getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        detail = (
-            f"decoding with an encoder-decoder cannot be planned yet: {name} caches keys and values of its encoder."
-        )
-    else:
-        detail = f"{name} cannot decode: it is no Hugging Face decoder with a KV cache."
+
+
+def own_cache(module: nn.Module) -> JobError:
+    """Return the error for a model that keeps states elsewhere than in transformers' usual cache."""
+    name = type(module).__name__
+    return _cannot_decode(
+        f"decoding with {name} cannot be planned yet: it has a cache of its own, not transformers' usual one."
+    )
+
+
+def _cannot_decode(detail: str) -> JobError:
     advice = 'Plan its forward pass (phase="prefill"), or name a causal language model.'
-    raise JobError(detail, what_to_do=advice, field="phase")
+    return JobError(detail, what_to_do=advice, field="phase")

@@ -20,17 +20,19 @@ from planner.graph.example_inputs import (
     has_kv_cache,
     inputs_from_config,
     meta_inputs,
+    own_cache,
     with_batch,
     with_dtype,
 )
 from planner.graph.from_fx import trace
-from planner.graph.layer_caches import with_layer_caches
+from planner.graph.layer_caches.decoding_step import decoding_step
+from planner.graph.layer_caches.kept import layer_states, with_layer_caches
 from planner.graph.op_graph import OpGraph, with_results
 from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
 from planner.graph.trace_errors import check_is_plain, check_trainable
 from planner.model_rewrites import opaque_op
-from planner.model_rewrites.cache_argument import without_cache
+from planner.model_rewrites.cache_argument import is_encoder_decoder, recurrent_layer_numbers, without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
@@ -238,7 +240,11 @@ def trace_at_batch(
     if phase == "training":
         inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
-    with quiet_export():
+    keeps = phase == "decode" or (phase == "prefill" and has_kv_cache(module))
+    states = layer_states(module, copy, with_batch(typed, samples, 1).kwargs) if keeps else {}
+    if phase == "decode" and not states and (recurrent_layer_numbers(module) or is_encoder_decoder(module)):
+        raise own_cache(module)
+    with quiet_export(), decoding_step(copy, states if phase == "decode" else {}):
         if micro_batch is None:
             graph, micro_batch = _traced_at_any_batch(copy, typed, samples, largest, opaque)
         else:
@@ -246,8 +252,8 @@ def trace_at_batch(
     graph = with_results(graph, training=phase == "training")
     if phase == "training":
         check_trainable(graph)
-    elif has_kv_cache(module):
-        graph = with_layer_caches(graph, module, copy)
+    elif keeps:
+        graph = with_layer_caches(graph, module, states, decodes=phase == "decode")
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.from_module(module),
@@ -259,7 +265,7 @@ def trace_at_batch(
         traced_batch=micro_batch or TRACE_BATCH,
         any_batch=micro_batch is None,
         phase=phase,
-        has_kv_cache=has_kv_cache(module),
+        has_kv_cache=keeps,
         fused_ops=fused_ops,
         fused_projections=count_fused_projections(module) > 0,
     )

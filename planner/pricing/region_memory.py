@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost_model.layouts.layout import Layout, split_factor
+from planner.graph.layer_caches import decoding_step
 from planner.graph.op_graph import Value
 from planner.ilp.quantities import Lifetime, Quantity
 from planner.liveness.class_timeline import ClassTimeline
@@ -66,10 +67,13 @@ class RegionMemory:
     def kv_cache_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
         """Return the bytes of an op's cache on one device.
 
-        Keys and values are sharded as the op reads them, but a device has at least one head. Latents and recurrent
-        states are sharded by samples alone.
+        Keys and values are sharded as the op reads them, but a device has at least one head; states in a step of
+        decoding as the step reads them. Latents, and states after a prompt, are sharded by samples alone.
         """
         profile, cache = self._profile.ops[region_op.op.name], region_op.op.cache
+        if region_op.op.target_name == decoding_step.OP_NAME:
+            state = region_op.outputs[0]
+            return self.local_nbytes(region.slots[state].value, strategy.forward[state])
         if cache is not None and cache.state_nbytes:
             result = region_op.outputs[0]
             samples = shard_shape(region.slots[result].value, strategy.forward[result], self._mesh_shape)[0]

@@ -87,6 +87,12 @@ class MetaTensors:
         result = result if like is None else torch.empty_like(like, dtype=output.dtype)
         self.add(name, self.non_leaf(result) if output.requires_grad else result)
 
+    def add_uncounted(self, name: str, output: Value, root: str) -> None:
+        """Make a new tensor the value ``name``. Its bytes count as part of ``root``, so that only those are live."""
+        tensor = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        self._roots[tensor.untyped_storage()._cdata] = self.root[root]
+        self.add(name, tensor)
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor of value ``name``; the result of an op that was not run is created now."""
         if name not in self._tensors:

@@ -19,12 +19,14 @@ from planner.counting.flop_count import FlopCount
 from planner.counting.live_bytes import NOTHING
 from planner.errors import ModelError
 from planner.graph.capture import masks_select_all
+from planner.graph.layer_caches import decoding_step
 from planner.graph.op_graph import ATTENTION, Op, OpGraph, Value
 from planner.graph.run_op import run_op
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.profile.dispatch_peak import OpRun, forward_peak, run_both_ways
 from planner.profile.meta_tensors import MetaTensors, ResultLayout
 from planner.profile.op_formulas import (
+    cached_state_profile,
     cross_entropy_run,
     experts_profile,
     flash_attention_profile,
@@ -188,6 +190,8 @@ class _Profiler:
             return opaque_profile(op, inputs, outputs, self.tensors)
         if op.target_name in fused_kernels.NAMES:
             return fused_op_profile(op, inputs, outputs[0], self.tensors, self._compiles)
+        if op.target_name == decoding_step.OP_NAME:
+            return cached_state_profile(op, outputs[0], self.tensors)
         saved, args = _Saved(), [self.tensors.tensor(name) for name in op.inputs]
         with saved.noting(), FlopCount() as count:
             op_result = self._ran(op, run_op, args)

@@ -1,10 +1,11 @@
-"""Sharding rules and collectives of the ops that update buffers, which stay whole on every rank.
+"""Sharding rules and collectives of the ops that update buffers, which stay whole on every rank, and of cached states.
 
 `batch_norm`  An axis may shard the channels, and all-gathers the running statistics that it has updated. An axis may
 shard the batch or a spatial dim: it all-gathers the statistics of its ranks, and all-reduces two sums in the backward.
 `instance_norm` with running statistics  Only replicated.
 Writes to plain tensors (`planner.graph.op_graph.writes_plain`)  Any layout of what is written. The executor makes it
 whole, the last axis first, by an all-gather or an all-reduce on each axis (`executor.ops.buffers.plain_writes`).
+`shardplan.cached_state`  A state that a step of decoding reads and updates: any layout.
 """
 
 from __future__ import annotations
@@ -119,3 +120,17 @@ def batch_norm_collectives(
         gathered *= mesh[axis]
         forward.append(InnerCollective(kind="all_gather", axis=axis, nbytes=gathered))
     return (*forward, *backward)
+
+
+def cached_state_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    """Return the rules of a state, which is in any layout in the cache, with samples where the layer's input has them.
+
+    An axis that splits the input by another dim, or not at all, may split any other dim of the state.
+    """
+    others = [R, *(Shard(dim) for dim in range(1, len(inputs[0].shape)))]
+    kept = [R, *(Shard(dim + 1) for dim in range(len(op.args[1])))]
+    pairs = [(Shard(0), Shard(0)), *((tokens, state) for tokens in others for state in kept)]
+    return [
+        AxisRule(inputs=(tokens,), outputs=(state,), output_gradients=(None,), input_gradients=(None,))
+        for tokens, state in pairs
+    ]

@@ -21,6 +21,8 @@ pairs. The rules of the loss are those of `cross_entropy_loss`.
 
 `shardplan.opaque`  Modules that cannot be traced, and local ops (`planner.strategies.local_ops`).
 
+`shardplan.cached_state`  A state of a recurrent layer in a step of decoding (`planner.graph.layer_caches`).
+
 `batch_norm`, `instance_norm`, writes to buffers  DTensor loses the writes, or refuses them
 (`planner.strategies.buffer_updates`).
 
@@ -37,6 +39,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout
 from cost_model.layouts.products import gathered_axes, product_layout
+from planner.graph.layer_caches import decoding_step
 from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel
@@ -347,6 +350,7 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     **dict.fromkeys(PRODUCTS, product_rules),
     experts.OP_NAME: _experts,
     opaque_op.OP_NAME: opaque_rules,
+    decoding_step.OP_NAME: buffer_updates.cached_state_rules,
     fused_kernels.RMS_NORM: _rms_norm,
     fused_kernels.GATED: _gated,
     fused_kernels.GATED_PAIRS: _gated_pairs,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from cost_model.layouts.layout import Layout, replicated
 from planner.formulation.decision import Decision
+from planner.graph.layer_caches.decoding_step import state_path
 from planner.graph.trace_module import ModuleNames
 from planner.liveness.structure import Structure, hook_key
 from planner.plan.patterns import match_keys
@@ -203,6 +204,8 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 fsdp_groups[block].append(name[len(block) + 1 :])
             for name in regions.graph.parameters[value]:
                 entries.stored[name] = choice.stored
+                if not parameter.uses and choice.stored != replicated(len(choice.stored)):
+                    entries.compute[name] = replicated(len(choice.stored))  # what reads it is in no graph
                 if choice.accumulated is not None:
                     entries.gradients[name] = choice.accumulated
     links = {(link.consumer, link.consumer_slot): link for link in regions.links}
@@ -223,6 +226,10 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                         # The calls of a module have equal ports, but only a call with a gradient has its layout.
                         if port.grad is not None or path not in ports:
                             ports[path] = port
+        for region_op in region.ops:
+            state, layout = state_path(region_op.op), strategy.forward[region_op.outputs[0]]
+            if state is not None and layout is not None:
+                entries.inputs.setdefault(region.fqn, {})[state] = Port(layout=layout)
     levels = regions.readers.levels
     in_groups = {
         name

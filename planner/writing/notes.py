@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from cost_model.kernels.optimizers import OPTIMIZERS
-from planner.graph.op_graph import OpGraph
+from planner.graph.op_graph import OpCache, OpGraph
 from planner.graph.trace_module import TracedModule
 from planner.model_rewrites import fused_kernels
 from planner.plan.job import Job
@@ -35,6 +35,10 @@ LATENTS_NOTE = (
     "does: an engine that multiplies queries by the projection instead is faster."
 )
 UNLIKE_DEVICES = "the devices differ, and all ranks do as much as the least of them can. What is not used"
+ENCODER_NOTE = (
+    "a step of decoding does not run the encoder, nor compute its keys and values: their weights are in memory, but "
+    "what a new batch costs before its first step is not in the time."
+)
 UNREAD_NOTE = (
     "a call with these inputs ({inputs}) does not read {share:.0%} of the parameters: {names}. They have layouts, and "
     "what they compute is not in the plan. Give example_inputs of a call that reads them, such as one with images."
@@ -68,7 +72,10 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     splits = fold_names(opaque_splits(traced.graph), module.names.modules)
     if splits:
         yield _note_on_opaque(splits, opaque_causes(traced.graph))
-    yield from _note_on_unread(traced.graph, module)
+    if run.job.phase == "decode" and any(op.cache == OpCache(window=0) for op in traced.graph.ops):
+        yield ENCODER_NOTE
+    else:
+        yield from _note_on_unread(traced.graph, module)
     optimizer = OPTIMIZERS[run.job.optimizer]
     if run.job.training and optimizer.not_on_dtensor is not None:
         yield f"shard_module does not run {optimizer.title}: {optimizer.not_on_dtensor}."

@@ -8,6 +8,8 @@ import pytest
 import torch
 from support.executor_cases import make_model
 from support.gloo import run_on_gloo
+from support.recurrent_models import recurrent_model
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from executor import device_mesh_for, shard_module, whole_batches
@@ -20,10 +22,19 @@ PLANS = (
     ("training", "fsdp=4", "ilp"),
     ("training", "dp=2,tp=2", "random:1"),
     ("decode", "dp=2,tp=2", "ilp"),
+    ("decode", "tp=4", "ilp"),
+    ("decode", "dp=2,tp=2", "random:2"),
 )
 FAMILIES = ("llama", "gpt2", "mixtral", "deepseek", "t5")
+RECURRENT_FAMILIES = ("mamba2", "qwen3_next", "falcon_h1")
+DRAWN = {(family, "decode") for family in ("t5", *RECURRENT_FAMILIES)}
+"""Families other than Llama, and phases, of which plans are drawn as well: their states are in many layouts."""
 # Prompts that the mesh divides, and prompts that no axis divides.
 PROMPTS = ((8, 16), (3, 7))
+
+
+def model_of(family: str) -> nn.Module:
+    return recurrent_model(family) if family in RECURRENT_FAMILIES else make_model(family)
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:
@@ -40,10 +51,11 @@ def prompt(rows: int, length: int) -> dict[str, Any]:
 def plans_of(family: str, wanted: tuple[tuple[str, str, str], ...]) -> dict[str, dict[str, Any]]:
     documents = {}
     for phase, mesh, planner in wanted:
-        if (family == "t5" and phase == "decode") or (family != "llama" and planner != "ilp"):
+        is_drawn = planner != "ilp" and family != "llama"
+        if is_drawn and (family, phase) not in DRAWN:
             continue
         session = PlanningSession(
-            make_model(family), cluster="1x4xtoy", batch=BATCH, seq=SEQ, dtype="fp32", phase=phase, micro_batches=1
+            model_of(family), cluster="1x4xtoy", batch=BATCH, seq=SEQ, dtype="fp32", phase=phase, micro_batches=1
         )
         documents[f"{phase} {mesh} {planner}"] = session.plan(planner=planner, mesh=mesh).to_dict()
     return documents
@@ -52,12 +64,12 @@ def plans_of(family: str, wanted: tuple[tuple[str, str, str], ...]) -> dict[str,
 def generate(rank: int, family: str, plans: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """Return case -> whether the sharded model generates the tokens of the unsharded one."""
     equal = {}
-    reference = make_model(family).eval()
+    reference: Any = model_of(family).eval()
     options = {"max_new_tokens": NEW, "pad_token_id": 0}
     expected = {size: reference.generate(**prompt(*size), **options, do_sample=False) for size in PROMPTS}
     for name, document in plans.items():
         plan = ShardingPlan.from_dict(document)
-        model = shard_module(make_model(family).eval(), device_mesh_for(plan), plan)
+        model: Any = shard_module(model_of(family).eval(), device_mesh_for(plan), plan)
         for size in PROMPTS:
             actual = model.generate(**prompt(*size), **options, do_sample=False)
             equal[f"{name}, {size}"] = torch.equal(actual, expected[size])
@@ -72,7 +84,7 @@ def generate(rank: int, family: str, plans: dict[str, dict[str, Any]]) -> dict[s
     return equal
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT_FAMILIES)
 def test_generated_tokens_are_those_of_the_unsharded_model(family: str) -> None:
     for cases in run_on_gloo(generate, 4, family, plans_of(family, PLANS)):
         assert len(cases) >= 2

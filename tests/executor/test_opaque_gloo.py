@@ -12,6 +12,7 @@ from support.selected import selected
 from support.trained_steps import Errors, errors_in_steps
 from support.value_modules import LABELS_ALONE, VALUE_MODULES
 
+from executor import device_mesh_for, local_batch, shard_module
 from planner import build_plan
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -86,3 +87,47 @@ def test_plans_name_the_opaque_modules_and_are_verified(plans: dict[str, Shardin
     assert plan.verification.outcome == "as-planned"
     assert plan.solver is not None
     assert plan.solver.name == "ilp"
+
+
+class Rows(torch.nn.Module):
+    """Rows that are chosen by their values; a mask, where there is one, has an entry for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        kept = [row for row in range(len(x)) if float(x[row].sum()) < 1e9]
+        rows = x[kept] * self.weight
+        return rows if mask is None else rows * mask[kept, None]
+
+
+class MaskedRows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = Rows(), torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.out(self.rows(x, mask)), labels)
+
+
+def masked_rows() -> MaskedRows:
+    torch.manual_seed(0)
+    return MaskedRows()
+
+
+def loss_with_a_mask(rank: int, document: dict[str, Any]) -> tuple[float, float]:
+    batch = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), "labels": torch.arange(8) % 4}
+    batch["mask"] = torch.arange(8.0)
+    plan = ShardingPlan.from_dict(document)
+    mesh = device_mesh_for(plan)
+    model = shard_module(masked_rows(), mesh, plan)
+    return float(model(**local_batch(batch, mesh, plan))), float(masked_rows()(**batch))
+
+
+def test_an_argument_that_the_planned_call_did_not_have_is_split_by_samples() -> None:
+    inputs = {"x": torch.zeros(8, 16), "labels": torch.zeros(8, dtype=torch.long)}
+    plan = build_plan(masked_rows(), example_inputs=inputs, cluster="1x4xtoy", mesh="dp=4", dtype="fp32")
+    assert dict(plan.opaque_modules) == {"rows": "0=0;0"}
+    for sharded, plain in run_on_gloo(loss_with_a_mask, 4, plan.to_dict()):
+        assert sharded == pytest.approx(plain, rel=1e-5)

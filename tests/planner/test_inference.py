@@ -146,9 +146,9 @@ def test_a_written_plan_is_priced_the_same() -> None:
         assert estimate_of(estimate_plan(make_model("llama"), read)) == plan.estimate
 
 
-@pytest.mark.parametrize("family", ["bert", "vit", "t5"])
+@pytest.mark.parametrize("family", ["bert", "vit"])
 def test_no_decoder_decodes(family: str) -> None:
-    with pytest.raises(JobError, match=r"cannot decode|cannot be planned yet"):
+    with pytest.raises(JobError, match="cannot decode"):
         build_plan(make_model(family), cluster="1x4xtoy", phase="decode", batch=BATCH, seq=SEQ)
 
 

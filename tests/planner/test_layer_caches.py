@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from support.recurrent_models import ENCODER_DECODERS, FRAMES, RECURRENT, SMALL, encoder_decoder, recurrent_model
 from transformers.cache_utils import DynamicCache
 
-from planner import build_plan
-from planner.errors import GraphFormatError, JobError
+from cost_model import ClusterSpec
+from executor.verify import verify
+from planner import PlanningSession, build_plan, estimate_plan
+from planner.errors import GraphFormatError, JobError, ModelError
+from planner.graph.example_inputs import inputs_from_config
+from planner.graph.op_graph import OpGraph
 from planner.graph.trace_module import trace_module
+from planner.plan.ports import ports_of
+from planner.plan.sharding_plan import ShardingPlan
 from planner.wire.codec import read_graph, write_graph
 from planner.wire.encode import document_of
 
@@ -67,42 +75,6 @@ def test_repeated_heads_are_not_kept() -> None:
     assert plan.estimate.memory["kv_cache"] in (whole / 2, whole)  # two heads on four ranks: one each, or both
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
-RECURRENT: dict[str, dict[str, Any]] = {
-    # Mamba alone, beside attention in one block, and in turn with it; gated delta rule; short convolutions
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16},
-    "falcon_h1": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64, **MAMBA},
-    "bamba": {
-        **MAMBA,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "attn_layer_indices": [1],
-        "mamba_d_head": 16,
-    },
-    "qwen3_next": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "lfm2": {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-}
-
-
-def recurrent_model(name: str) -> transformers.PreTrainedModel:
-    config = transformers.AutoConfig.for_model(name, **SMALL, **RECURRENT[name])
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
 def all_nbytes(layer: Any) -> int:
     """Return the bytes of all that a layer of transformers' cache holds."""
     held = [getattr(layer, "keys", None), getattr(layer, "values", None)]
@@ -111,15 +83,114 @@ def all_nbytes(layer: Any) -> int:
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_states_are_counted_and_decoding_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("phase", "steps"), [("prefill", 0), ("decode", 1)])
+def test_recurrent_states_have_the_bytes_of_transformers_own(name: str, phase: Any, steps: int) -> None:
     model = recurrent_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.zeros(BATCH, SEQ, dtype=torch.long), cache=cache)
-    plan = build_plan(model, cluster="1x1xtoy", phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32")
+        for length in (SEQ, *[1] * steps):
+            model(torch.zeros(BATCH, length, dtype=torch.long), cache=cache)
+    plan = build_plan(model, cluster="1x1xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
     assert plan.estimate is not None
     assert plan.estimate.memory["kv_cache"] == sum(map(all_nbytes, cache.layers))
-    with pytest.raises(JobError, match="decoding with recurrent layers or sparse attention cannot be planned yet"):
+
+
+def ops_of(graph: OpGraph) -> Counter[str]:
+    return Counter(op.target_name.partition(".")[2].partition(".")[0] for op in graph.ops)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_step_of_recurrent_layers_runs_the_ops_of_a_step(name: str) -> None:
+    """A scan over a prompt has other ops; the linear layers are the same, and no state is computed anew."""
+    model = recurrent_model(name)
+    step, prompt = (
+        ops_of(trace_module(model, phase=phase, batch=BATCH, seq=SEQ, dtype="fp32").graph)
+        for phase in ("decode", "prefill")
+    )
+    recurrent = [layer for layer in DynamicCache(config=model.config).layers if hasattr(layer, "conv_states")]
+    states = {"lfm2": 1}.get(name, 2)  # a short convolution has no other state
+    assert step["cached_state"] == states * len(recurrent)
+    assert step["linear"] == prompt["linear"]
+    assert step["cumsum"] == 0
+    assert prompt["cached_state"] == 0
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_an_encoders_keys_and_values_are_in_the_cache_of_a_step(name: str) -> None:
+    model = encoder_decoder(name)
+    inputs = torch.zeros(BATCH, 8, 2 * FRAMES) if name == "whisper" else torch.zeros(BATCH, SEQ, dtype=torch.long)
+    with torch.no_grad():
+        output = model(inputs, decoder_input_ids=torch.zeros(BATCH, SEQ + 1, dtype=torch.long), use_cache=True)
+    both = (output.cache.self_attention_cache, output.cache.cross_attention_cache)
+    plan = build_plan(model, cluster="1x1xtoy", phase="decode", batch=BATCH, seq=SEQ, dtype="fp32")
+    assert plan.estimate is not None
+    assert plan.estimate.memory["kv_cache"] == sum(all_nbytes(layer) for cache in both for layer in cache.layers)
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+    assert any("does not run the encoder" in note for note in plan.notes)
+
+
+def test_a_step_reads_the_encoders_keys_and_values_and_computes_none_of_them() -> None:
+    graph = trace_module(encoder_decoder("t5"), phase="decode", batch=BATCH, seq=SEQ, dtype="fp32").graph
+    modules = {graph.calls[op.call].fqn for op in graph.ops}
+    assert not any(
+        fqn.startswith("encoder.") or fqn.endswith(("EncDecAttention.k", "EncDecAttention.v")) for fqn in modules
+    )
+    short, long = (
+        build_plan(encoder_decoder("t5"), cluster="1x1xtoy", phase="decode", batch=8, seq=seq, dtype="fp32").estimate
+        for seq in (1000, 3000)
+    )
+    assert short is not None
+    assert long is not None
+    # Two layers, each with keys and values of 2,000 more tokens, of both sequences, that are read once.
+    more = 2 * 2 * 2 * 8 * 2000 * 64 * 4
+    assert long.memory["kv_cache"] - short.memory["kv_cache"] == more
+    device = ClusterSpec.parse("1x1xtoy").device
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    assert long.compute_s - short.compute_s == pytest.approx(more / rate, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "seed"),
+    [
+        ("mamba2", "dp=2,tp=2", 6),
+        ("lfm2", "tp=4", 3),
+        ("qwen3_next", "tp=4", 5),
+        ("bart", "dp=2,tp=2", 2),
+        ("whisper", "tp=4", 1),
+    ],
+)
+def test_states_are_in_the_layouts_of_the_plan(name: str, mesh: str, seed: int) -> None:
+    """Drawn plans split states otherwise than a prompt leaves them: each step would read other pieces."""
+    model = encoder_decoder(name) if name in ENCODER_DECODERS else recurrent_model(name)
+    session = PlanningSession(model, cluster="1x4xtoy", batch=8, seq=SEQ, dtype="fp32", phase="decode")
+    plan = session.plan(planner=f"random:{seed}", mesh=mesh)
+    inputs = inputs_from_config(model, batch=8, seq=SEQ, phase="decode").kwargs
+    report = verify(model, plan, inputs)
+    assert report.equal, str(report)
+    states = [path for ports in plan.input_plan.values() for path, _ in ports_of(ports) if path.startswith("cache.")]
+    assert states
+    assert estimate_plan(model, ShardingPlan.from_dict(plan.to_dict())).estimate == plan.estimate
+
+
+def test_a_model_that_does_not_run_with_a_cache_is_an_error() -> None:
+    """transformers asks an attention layer for the number of tokens, and this model has none."""
+    config = transformers.GraniteMoeHybridConfig(
+        num_hidden_layers=2, **{name: SMALL[name] for name in ("hidden_size", "vocab_size")}
+    )
+    with torch.device("meta"):
+        model = transformers.GraniteMoeHybridForCausalLM(config)
+    with pytest.raises(ModelError, match="does not run with transformers' cache"):
+        build_plan(model, cluster="1x1xtoy", phase="decode", batch=BATCH, seq=SEQ)
+
+
+@pytest.mark.parametrize("name", ["xlstm", "recurrent_gemma"])
+def test_states_outside_of_the_usual_cache_are_refused(name: str) -> None:
+    heads = {} if name == "xlstm" else {"num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(name, hidden_size=64, num_hidden_layers=3, vocab_size=96, **heads)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(JobError, match="it has a cache of its own"):
         build_plan(model, cluster="1x1xtoy", phase="decode", batch=BATCH, seq=SEQ)
 
 
@@ -174,13 +245,23 @@ def test_keys_and_values_of_earlier_tokens_are_computed_from_latents_in_every_st
     assert long.memory["transient"] - short.memory["transient"] == expanded
 
 
-@pytest.mark.parametrize("model", [deepseek_v2(), model_of("gemma3_text"), recurrent_model("qwen3_next")])
-def test_a_graph_that_is_sent_keeps_its_caches(model: transformers.PreTrainedModel) -> None:
-    sent = trace_module(model, phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32")
+@pytest.mark.parametrize(
+    ("model", "phase"),
+    [
+        (deepseek_v2(), "prefill"),
+        (model_of("gemma3_text"), "prefill"),
+        (recurrent_model("qwen3_next"), "prefill"),
+        (recurrent_model("qwen3_next"), "decode"),
+    ],
+    ids=["deepseek_v2", "gemma3", "qwen3_next", "qwen3_next-decode"],
+)
+def test_a_graph_that_is_sent_keeps_its_caches(model: transformers.PreTrainedModel, phase: Any) -> None:
+    sent = trace_module(model, phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
     received = read_graph(write_graph(sent))
     caches = [op.cache for op in received.graph.ops]
     assert caches == [op.cache for op in sent.graph.ops]
-    assert any(caches)
+    assert any(caches) or phase == "decode"
+    assert ops_of(received.graph) == ops_of(sent.graph)
 
 
 def test_a_cache_where_there_is_none_is_refused() -> None:

@@ -1,0 +1,97 @@
+"""What layers keep in transformers' cache, in the layouts of a plan for decoding.
+
+A prompt leaves a state in the layout in which the layer computes it, which the plan does not say, or whole on every
+rank, as transformers starts the state of a convolution. After each call a state is brought into its layout, in which
+the next step reads it. The same holds for the keys and values that a decoder computes of an encoder's results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from executor.ops.opaque import run_opaque
+from executor.redistribute import Redistributor
+from executor.resolve.fqns import modules_at
+from executor.runtime.whole_batches import BatchForm, encoder_of
+from planner.model_rewrites.cache_argument import CROSS, STATES, is_cache
+from planner.plan.ports import Port
+
+
+def attach_states(
+    module: nn.Module, inputs: Mapping[str, Mapping[str, Port]], redistributor: Redistributor, form: BatchForm
+) -> None:
+    """Hook the layers whose states have layouts.
+
+    Args:
+        module: the root.
+        inputs: FQN of a module -> argument -> port; a state's path leads through the cache.
+        redistributor: moves states.
+        form: whether an axis splits the samples of a call.
+    """
+    for layer, _, ports in modules_at(module, inputs):
+        states = {path: port for path, port in ports.items() if path.partition(".")[2].startswith((*STATES, CROSS))}
+        if states:
+            hook = _StateHook(states, inspect.signature(layer.forward), redistributor, form)
+            layer.register_forward_hook(hook, with_kwargs=True)
+
+
+def encode_whole(module: nn.Module, redistributor: Redistributor) -> None:
+    """Let the encoder of an encoder-decoder run on whole tensors, on every rank.
+
+    A plan for decoding has no layouts for it, except those in which its parameters rest.
+
+    Args:
+        module: the root.
+        redistributor: gathers parameters and arguments.
+    """
+    encoder = encoder_of(module)
+    if encoder is None:
+        return
+    (fqn,) = (name for name, part in module.named_modules() if part is encoder)
+    run_opaque(module, {fqn: ""}, redistributor)
+
+    def gather(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        whole: tuple[Any, Any] = pytree.tree_map_only(
+            DTensor, lambda tensor: redistributor.redistribute(tensor, redistributor.replicated), (args, kwargs)
+        )
+        return whole
+
+    encoder.register_forward_pre_hook(gather, with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateHook:
+    """A forward hook on a layer that brings its states into the layouts of ``ports``."""
+
+    ports: Mapping[str, Port]
+    signature: inspect.Signature
+    redistributor: Redistributor
+    form: BatchForm
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        arguments = self.signature.bind_partial(*args, **kwargs).arguments
+        for path, port in self.ports.items():
+            argument, kind, name = path.split(".")
+            cache: Any = arguments.get(argument)
+            cache = getattr(cache, CROSS, None) if kind == CROSS else cache
+            if not is_cache(cache):
+                continue
+            kept = cache.layers[layer.layer_idx]
+            held, key = (vars(kept), name) if kind == CROSS else (getattr(kept, kind, {}), int(name))
+            state = held.get(key)
+            if isinstance(state, torch.Tensor):
+                held[key] = self._placed(state, port)
+
+    def _placed(self, state: torch.Tensor, port: Port) -> DTensor:
+        mesh, redistributor = self.redistributor.device_mesh, self.redistributor
+        if not isinstance(state, DTensor):
+            state = DTensor.from_local(state, mesh, redistributor.replicated, run_check=False)
+        return redistributor.redistribute(state, self.form.layout(port.layout, state.shape, redistributor))

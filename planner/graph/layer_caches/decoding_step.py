@@ -1,0 +1,220 @@
+"""A step of decoding, traced: one token of each sequence, with the states of layers among what it reads.
+
+With a state, a recurrent layer runs other ops than over a prompt, and attention to an encoder does not compute the
+encoder's keys and values. A state is the result of an op without work, `cached_state`, so that the planner chooses its
+layout like that of any activation. Attention to earlier tokens runs over the new one: `planner.profile` adds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.errors import ModelError
+from planner.graph.op_graph import Op
+from planner.model_rewrites.cache_argument import (
+    STATES,
+    cache_argument,
+    is_cache,
+    is_encoder_decoder,
+    transformers_caches,
+)
+
+OP_NAME = "shardplan.cached_state.default"
+
+
+@torch.library.custom_op("shardplan::cached_state", mutates_args=())
+def cached_state(tokens: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, path: str) -> torch.Tensor:
+    """Return what a layer keeps of each sequence.
+
+    Args:
+        tokens: the layer's input, [batch, ...].
+        sizes: shape of what it keeps of one sequence.
+        dtype: its dtype.
+        path: the layer's argument and where in it the state is, as in ``cache.conv_states.0``.
+
+    Returns:
+        a tensor [batch, *sizes].
+    """
+    return tokens.new_empty((tokens.shape[0], *sizes), dtype=dtype)
+
+
+cached_state.register_fake(lambda tokens, sizes, dtype, path: tokens.new_empty((tokens.shape[0], *sizes), dtype=dtype))
+
+
+def state_path(op: Op) -> str | None:
+    """Return the path of the state that ``op`` stands for; None for other ops.
+
+    A plan has the state's layout under this path among the inputs of the layer.
+    """
+    return str(op.args[3]) if op.target_name == OP_NAME else None
+
+
+class CachedState(NamedTuple):
+    """What one layer keeps under one name.
+
+    Attributes:
+        place: where it is in the layer's part of the cache: `STATES` and a number, or `CROSS` and keys or values.
+        sizes: its shape for one sequence.
+    """
+
+    place: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one sequence."""
+        return int(torch.Size(self.sizes).numel()) * self.dtype.itemsize
+
+
+LayerStates = Mapping[str, tuple[int, tuple[CachedState, ...]]]
+"""FQN of a layer -> its number in the cache, and its states."""
+
+
+@contextmanager
+def decoding_step(module: nn.Module, layers: LayerStates) -> Iterator[None]:
+    """Within this context, a call of ``module``, a model of Hugging Face, is a step of decoding.
+
+    An encoder-decoder then gets what its encoder made, in place of the encoder's inputs.
+
+    Args:
+        module: the model.
+        layers: its layers that keep states.
+    """
+    argument = cache_argument(module)
+    if not layers or argument is None:
+        yield
+        return
+    calls: dict[int, _LayerCall] = {}
+    states = dict(layers.values())
+
+    def with_cache(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        calls.clear()
+        if is_encoder_decoder(module):
+            tokens = kwargs["decoder_input_ids"]
+            kwargs = {name: value for name, value in kwargs.items() if name != root.main_input_name}
+            kwargs["encoder_outputs"] = (tokens.new_empty((len(tokens), 1, 1), dtype=torch.float32),)  # nobody reads it
+        return args, {**kwargs, "use_cache": True, argument: _cache(module, states, calls)}
+
+    def noting(number: int) -> Callable[..., None]:
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = signature(layer.forward).bind_partial(*args, **kwargs).arguments
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            tokens = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1), None)
+            cache = next((name for name, value in given.items() if is_cache(value)), None)
+            if tokens is not None and cache is not None:
+                calls[number] = _LayerCall(tokens, cache)
+
+        return note
+
+    with ExitStack() as hooks:
+        for fqn, (number, _) in layers.items():
+            handle = module.get_submodule(fqn).register_forward_pre_hook(noting(number), with_kwargs=True)
+            hooks.callback(handle.remove)
+        hooks.callback(module.register_forward_pre_hook(with_cache, with_kwargs=True).remove)
+        yield
+
+
+class _LayerCall(NamedTuple):
+    """The call of a layer with number: its input, and the name of the argument that is the cache."""
+
+    tokens: torch.Tensor
+    cache: str
+
+
+def _cache(module: nn.Module, states: Mapping[int, Sequence[CachedState]], calls: Mapping[int, _LayerCall]) -> Any:
+    """Return a cache of transformers in which layers have states, and attention to earlier tokens keeps nothing.
+
+    Args:
+        module: the model.
+        states: number of a layer -> its states.
+        calls: number of a layer -> its call, once it is called.
+    """
+    caches: Any = transformers_caches(module)
+    config: Any = module.config
+    config = config.get_text_config(decoder=True)
+    cache = caches.DynamicCache(config=config)
+    for number, layer in enumerate(cache.layers):
+        layer.update = _as_given
+        for state in states.get(number, ()):
+            name, _, index = state.place.partition(".")
+            if name in STATES:
+                _add_state(layer, name, int(index), _Made(state, calls, number))
+    if not is_encoder_decoder(module):
+        return cache
+    cross = caches.DynamicCache(config=config)
+    cross.layers = [_CrossAttention(states.get(number, ()), calls, number) for number in range(len(cache.layers))]
+    both = caches.EncoderDecoderCache(cache, caches.DynamicCache(config=config))
+    both.cross_attention_cache, both.is_updated = cross, dict.fromkeys(range(len(cache.layers)), True)
+    return both
+
+
+def _add_state(layer: Any, name: str, index: int, made: _Made) -> None:
+    """Give a recurrent layer of a cache one more state."""
+    held = getattr(layer, name)
+    if not isinstance(held, _States):
+        held = _States(held)
+        setattr(layer, name, held)
+    held[index] = made
+    getattr(layer, f"is_{name}_initialized")[index] = True
+    layer.has_previous_state[index] = True
+    if name == STATES[0]:
+        layer.conv_kernel_size[index] = made.state.sizes[-1]
+
+
+def _as_given(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Update a layer of attention: there is nothing but the new keys and values."""
+    return keys, values
+
+
+@dataclass(slots=True)
+class _Made:
+    """A state that the op `cached_state` makes when its layer first reads it."""
+
+    state: CachedState
+    calls: Mapping[int, _LayerCall]
+    layer: int
+    value: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        if self.value is None:
+            if self.layer not in self.calls:
+                raise ModelError(f"what layer {self.layer} keeps is read outside of the layer.")
+            call, state = self.calls[self.layer], self.state
+            path = f"{call.cache}.{state.place}"
+            self.value = torch.ops.shardplan.cached_state(call.tokens, state.sizes, state.dtype, path)
+        return self.value
+
+
+class _States(dict[int, Any]):
+    """The states of a recurrent layer by number."""
+
+    def __getitem__(self, index: int) -> Any:
+        value = super().__getitem__(index)
+        return value.get() if isinstance(value, _Made) else value
+
+
+class _CrossAttention:
+    """A layer of the cache of what the encoder made: keys and values that no step changes."""
+
+    def __init__(self, states: Sequence[CachedState], calls: Mapping[int, _LayerCall], layer: int) -> None:
+        self._made = {state.place.rpartition(".")[2]: _Made(state, calls, layer) for state in states}
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._made["keys"].get()
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._made["values"].get()
+
+    def get_seq_length(self) -> int:
+        return self._made["keys"].state.sizes[1]
