@@ -169,6 +169,7 @@ class TracedJob:
                 fused_ops=self.spec.fused_ops,
                 fused_projections=self.spec.fused_projections,
                 opaque_modules=opaque_modules,
+                seq=self.spec.seq,
             )
         if not traced.any_batch:
             self._counts = self._counts[:1]

@@ -21,8 +21,10 @@ from executor.ops.opaque import run_opaque
 from executor.redistribute import Redistributor
 from executor.resolve.fqns import modules_at
 from executor.runtime.whole_batches import BatchForm, encoder_of
-from planner.model_rewrites.cache_argument import CROSS, STATES, is_cache
+from planner.model_rewrites.cache_argument import CROSS, KEYS, STATES, VALUES, is_cache, layer_number
 from planner.plan.ports import Port
+
+_PLACES = frozenset({*STATES, CROSS, KEYS, VALUES})
 
 
 def attach_states(
@@ -37,7 +39,7 @@ def attach_states(
         form: whether an axis splits the samples of a call.
     """
     for layer, _, ports in modules_at(module, inputs):
-        states = {path: port for path, port in ports.items() if path.partition(".")[2].startswith((*STATES, CROSS))}
+        states = {path: port for path, port in ports.items() if path.partition(".")[2].partition(".")[0] in _PLACES}
         if states:
             hook = _StateHook(states, inspect.signature(layer.forward), redistributor, form)
             layer.register_forward_hook(hook, with_kwargs=True)
@@ -79,13 +81,13 @@ class _StateHook:
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         arguments = self.signature.bind_partial(*args, **kwargs).arguments
         for path, port in self.ports.items():
-            argument, kind, name = path.split(".")
+            argument, *place = path.split(".")
             cache: Any = arguments.get(argument)
-            cache = getattr(cache, CROSS, None) if kind == CROSS else cache
             if not is_cache(cache):
                 continue
-            kept = cache.layers[layer.layer_idx]
-            held, key = (vars(kept), name) if kind == CROSS else (getattr(kept, kind, {}), int(name))
+            cache = cache.cross_attention_cache if place[0] == CROSS else getattr(cache, "self_attention_cache", cache)
+            kept = cache.layers[layer_number(layer)]
+            held, key = (getattr(kept, place[0]), int(place[1])) if place[0] in STATES else (vars(kept), place[-1])
             state = held.get(key)
             if isinstance(state, torch.Tensor):
                 held[key] = self._placed(state, port)

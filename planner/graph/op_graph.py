@@ -82,7 +82,6 @@ class Crossing:
 
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-
 _OVERLOAD_NAMES: dict[int, tuple[torch._ops.OpOverload, str]] = {}
 
 
@@ -102,11 +101,13 @@ class OpCache:
         window: of attention, the most tokens of which it keeps keys and values; None: all.
         latents: of attention, widths of the latents and of the rotary keys that it keeps in place of them (MLA).
         state_nbytes: bytes of recurrent states for one sequence; the op's first result has the batch as dim 0.
+        kv_nbytes: of attention that is no single op, bytes of keys and values of one, split as the op's first result.
     """
 
     window: int | None = None
     latents: tuple[int, int] | None = None
     state_nbytes: int = 0
+    kv_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,19 +20,17 @@ from planner.graph.example_inputs import (
     has_kv_cache,
     inputs_from_config,
     meta_inputs,
-    own_cache,
     with_batch,
     with_dtype,
 )
 from planner.graph.from_fx import trace
-from planner.graph.layer_caches.decoding_step import decoding_step
-from planner.graph.layer_caches.kept import layer_states, with_layer_caches
+from planner.graph.layer_caches.caches_in_trace import check_tokens, trace_with_caches
 from planner.graph.op_graph import OpGraph, with_results
 from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
 from planner.graph.trace_errors import check_is_plain, check_trainable
 from planner.model_rewrites import opaque_op
-from planner.model_rewrites.cache_argument import is_encoder_decoder, recurrent_layer_numbers, without_cache
+from planner.model_rewrites.cache_argument import without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
@@ -158,6 +156,7 @@ def trace_module(
         fused_ops=fused_ops,
         fused_projections=fused_projections,
         opaque_modules=opaque_modules,
+        seq=seq,
     )
 
 
@@ -218,6 +217,7 @@ def trace_at_batch(
     fused_ops: bool = False,
     fused_projections: bool = False,
     opaque_modules: Iterable[str] | Mapping[str, str] = (),
+    seq: int | None = None,
 ) -> TracedModule:
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
@@ -241,19 +241,21 @@ def trace_at_batch(
         inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
     keeps = phase == "decode" or (phase == "prefill" and has_kv_cache(module))
-    states = layer_states(module, copy, with_batch(typed, samples, 1).kwargs) if keeps else {}
-    if phase == "decode" and not states and (recurrent_layer_numbers(module) or is_encoder_decoder(module)):
-        raise own_cache(module)
-    with quiet_export(), decoding_step(copy, states if phase == "decode" else {}):
-        if micro_batch is None:
-            graph, micro_batch = _traced_at_any_batch(copy, typed, samples, largest, opaque)
-        else:
-            graph = _traced(copy, typed, samples, micro_batch, opaque)
+
+    def traced() -> tuple[OpGraph, int | None]:
+        with quiet_export():
+            if micro_batch is None:
+                return _traced_at_any_batch(copy, typed, samples, largest, opaque)
+            return _traced(copy, typed, samples, micro_batch, opaque), micro_batch
+
+    if keeps:
+        call, earlier = with_batch(typed, samples, 1).kwargs, (seq or 0) if phase == "decode" else None
+        graph, served = trace_with_caches(module, copy, call, traced, earlier=earlier)
+    else:
+        graph, served = traced()
     graph = with_results(graph, training=phase == "training")
     if phase == "training":
         check_trainable(graph)
-    elif keeps:
-        graph = with_layer_caches(graph, module, states, decodes=phase == "decode")
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.from_module(module),
@@ -262,8 +264,8 @@ def trace_at_batch(
         graph=graph,
         dtype=dtype,
         samples=samples,
-        traced_batch=micro_batch or TRACE_BATCH,
-        any_batch=micro_batch is None,
+        traced_batch=served or TRACE_BATCH,
+        any_batch=served is None,
         phase=phase,
         has_kv_cache=keeps,
         fused_ops=fused_ops,
@@ -377,6 +379,7 @@ def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: J
     if module.dtype != job.dtype:
         detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {job.dtype}."
         raise JobError(detail, what_to_do=advice, field="dtype")
+    check_tokens(module.graph, module.name, job.seq)
     if module.fused_ops != job.fused_ops:
         module_has, job_has = ("with" if fused else "without" for fused in (module.fused_ops, job.fused_ops))
         detail = f"the graph of {module.name} was traced {module_has} fused ops, and the job is {job_has} them."

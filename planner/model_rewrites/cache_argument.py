@@ -17,6 +17,8 @@ STATES = ("conv_states", "recurrent_states")
 """What transformers calls the states of a recurrent layer, in the layer's part of a cache."""
 
 
+KEYS, VALUES = "keys", "values"
+"""What transformers calls them in an attention layer's part of a cache."""
 CROSS = "cross_attention_cache"
 """What transformers calls the keys and values of an encoder's results, in the cache of an encoder-decoder."""
 
@@ -70,3 +72,12 @@ def has_own_cache(module: nn.Module) -> bool:
     if takes_usual is not None and not takes_usual():
         return True
     return bool(getattr(module, "_is_stateful", False)) and not recurrent_layer_numbers(module)
+
+
+def layer_number(layer: nn.Module) -> int | None:
+    """Return the number of a layer in transformers' cache; None where it says none."""
+    for name in ("layer_idx", "layer_id"):
+        number = getattr(layer, name, None)
+        if isinstance(number, int):
+            return number
+    return None

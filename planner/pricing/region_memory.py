@@ -73,11 +73,16 @@ class RegionMemory:
         profile, cache = self._profile.ops[region_op.op.name], region_op.op.cache
         if region_op.op.target_name == decoding_step.OP_NAME:
             state = region_op.outputs[0]
-            return self.local_nbytes(region.slots[state].value, strategy.forward[state])
+            nbytes = self.local_nbytes(region.slots[state].value, strategy.forward[state])
+            return nbytes * decoding_step.state_after_step(region_op.op)
         if cache is not None and cache.state_nbytes:
             result = region_op.outputs[0]
             samples = shard_shape(region.slots[result].value, strategy.forward[result], self._mesh_shape)[0]
             return float(samples * cache.state_nbytes)
+        if cache is not None and cache.kv_nbytes:
+            result = region_op.outputs[0]
+            value, layout = region.slots[result].value, strategy.forward[result]
+            return self.local_nbytes(value, layout) / value.nbytes * value.shape[0] * cache.kv_nbytes
         if not profile.kept_tokens:
             return 0.0
         if profile.latents is not None:

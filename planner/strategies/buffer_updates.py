@@ -6,6 +6,7 @@ shard the batch or a spatial dim: it all-gathers the statistics of its ranks, an
 Writes to plain tensors (`planner.graph.op_graph.writes_plain`)  Any layout of what is written. The executor makes it
 whole, the last axis first, by an all-gather or an all-reduce on each axis (`executor.ops.buffers.plain_writes`).
 `shardplan.cached_state`  A state that a step of decoding reads and updates: any layout.
+`shardplan.with_new_token`  Keys or values to which a step appends: the layout in which the cache has them.
 """
 
 from __future__ import annotations
@@ -133,4 +134,14 @@ def cached_state_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     return [
         AxisRule(inputs=(tokens,), outputs=(state,), output_gradients=(None,), input_gradients=(None,))
         for tokens, state in pairs
+    ]
+
+
+def append_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    """Return the rules of `with_new_token`: all tensors are split alike, by any dim but that of the tokens."""
+    dims = len(inputs[0].shape)
+    places = (R, *(Shard(dim) for dim in range(dims) if dim != dims - 2))
+    return [
+        AxisRule(inputs=(place, place), outputs=(place,), output_gradients=(None,), input_gradients=(None, None))
+        for place in places
     ]

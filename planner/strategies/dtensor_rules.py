@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from cost_model.layouts.layout import Layout, divides, local_shape
 from cost_model.layouts.mended_torch import mend_torch
 from planner.errors import UnsupportedTorchError
-from planner.graph.op_graph import Op, Value
+from planner.graph.op_graph import Op, Value, written_input
 from planner.graph.run_op import run_op
 from planner.regions.regions import op_signature
 from planner.strategies.small_shapes import with_small_shapes
@@ -212,6 +212,15 @@ def _try(run: Callable[[], T], outputs: GlobalOutputs) -> T | None:
         return None
 
 
+def _keeps_written(op: Op, inputs: Layouts, outputs: Layouts) -> bool:
+    """Return whether an op in place leaves the tensor that it writes in its layout.
+
+    Here it runs out of place. In place, DTensor would redistribute the other tensors to that layout.
+    """
+    written = written_input(op.target, len(inputs))
+    return written is None or inputs[written] is None or not outputs or outputs[0] == inputs[written]
+
+
 class DTensorRules:
     """DTensor's behaviour on one mesh shape, op by op; each op runs once per combination of layouts.
 
@@ -285,9 +294,9 @@ class DTensorRules:
             return op_run
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         outputs = [result for result in tensors if isinstance(result, DTensor)]
-        if len(outputs) == len(tensors):
-            op_run.outputs = outputs
-            op_run.layouts = tuple(tuple(output.placements) for output in outputs)
+        found = tuple(tuple(output.placements) for output in outputs)
+        if len(outputs) == len(tensors) and _keeps_written(op, layouts, found):
+            op_run.outputs, op_run.layouts = outputs, found
         return op_run
 
     def _differentiate(self, op_run: _OpRun, inputs: Sequence[Value], gradients: Layouts) -> Layouts:

@@ -21,7 +21,7 @@ pairs. The rules of the loss are those of `cross_entropy_loss`.
 
 `shardplan.opaque`  Modules that cannot be traced, and local ops (`planner.strategies.local_ops`).
 
-`shardplan.cached_state`  A state of a recurrent layer in a step of decoding (`planner.graph.layer_caches`).
+`shardplan.cached_state`, `.with_new_token`  What layers keep, in a step of decoding (`planner.graph.layer_caches`).
 
 `batch_norm`, `instance_norm`, writes to buffers  DTensor loses the writes, or refuses them
 (`planner.strategies.buffer_updates`).
@@ -351,6 +351,7 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     experts.OP_NAME: _experts,
     opaque_op.OP_NAME: opaque_rules,
     decoding_step.OP_NAME: buffer_updates.cached_state_rules,
+    decoding_step.APPEND: buffer_updates.append_rules,
     fused_kernels.RMS_NORM: _rms_norm,
     fused_kernels.GATED: _gated,
     fused_kernels.GATED_PAIRS: _gated_pairs,

@@ -86,6 +86,7 @@ ALLOWED: Final = frozenset(
     *(f"prims.{name}" for name in _PRIMS.split()),
     *(name.removesuffix(".default") for name in (experts.OP_NAME, opaque_op.OP_NAME, *fused_kernels.NAMES)),
     "shardplan.cached_state",
+    "shardplan.with_new_token",
     "shardplan.ctc_losses",
 }
 """Names of ops, without overloads. The in-place variant of each op (``add_``) is allowed as well."""

@@ -222,7 +222,7 @@ class _Reader:
     def _check_cache(self, op: Op, where: str) -> None:
         if op.cache is None:
             return
-        if op.cache.state_nbytes and not self._values[op.outputs[0]].shape:
+        if (op.cache.state_nbytes or op.cache.kv_nbytes) and not self._values[op.outputs[0]].shape:
             raise GraphFormatError.at(f"{where}.cache", "states are kept for each sample, and its result has no dims")
         if op.cache.latents is None and op.cache.window is None:
             return
@@ -283,7 +283,12 @@ def _cache(document: CacheDocument | None) -> OpCache | None:
     if document is None:
         return None
     latents = None if document.latents is None else (document.latents[0], document.latents[1])
-    return OpCache(window=document.window, latents=latents, state_nbytes=document.state_nbytes)
+    return OpCache(
+        window=document.window,
+        latents=latents,
+        state_nbytes=document.state_nbytes,
+        kv_nbytes=document.kv_nbytes,
+    )
 
 
 def _target(document: OpDocument, bodies: Sequence[NestedGraph], where: str) -> Any:

@@ -173,6 +173,8 @@ class CacheDocument(_Document):
     """Of attention, the widths of latents and of rotary keys that it keeps in place of keys and values."""
     state_nbytes: Annotated[int, Field(ge=0, le=2**50)] = 0
     """Of a recurrent layer, the bytes of its states for one sequence."""
+    kv_nbytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+    """Of attention that is no single op, the bytes of its keys and values for one sequence."""
 
 
 class OpDocument(_Document):

@@ -170,7 +170,9 @@ def _cache(cache: OpCache | None) -> CacheDocument | None:
     if cache is None:
         return None
     latents = None if cache.latents is None else list(cache.latents)
-    return CacheDocument(window=cache.window, latents=latents, state_nbytes=cache.state_nbytes)
+    return CacheDocument(
+        window=cache.window, latents=latents, state_nbytes=cache.state_nbytes, kv_nbytes=cache.kv_nbytes
+    )
 
 
 def _step(step: NestedOp) -> NestedOpDocument:

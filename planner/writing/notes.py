@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from cost_model.kernels.optimizers import OPTIMIZERS
-from planner.graph.op_graph import OpCache, OpGraph
+from planner.graph.layer_caches.decoding_step import state_path
+from planner.graph.op_graph import OpGraph
 from planner.graph.trace_module import TracedModule
 from planner.model_rewrites import fused_kernels
+from planner.model_rewrites.cache_argument import CROSS
 from planner.plan.job import Job
 from planner.plan.patterns import match_keys
 from planner.plan.ports import PortSpec, ports_of
@@ -72,7 +74,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     splits = fold_names(opaque_splits(traced.graph), module.names.modules)
     if splits:
         yield _note_on_opaque(splits, opaque_causes(traced.graph))
-    if run.job.phase == "decode" and any(op.cache == OpCache(window=0) for op in traced.graph.ops):
+    if any(CROSS in (state_path(op) or "") for op in traced.graph.ops):
         yield ENCODER_NOTE
     else:
         yield from _note_on_unread(traced.graph, module)

@@ -198,6 +198,7 @@ def open_for_pricing(
             plan.job.phase,
             fused_ops=plan.job.fused_ops,
             opaque_modules=plan.opaque_modules,
+            seq=plan.job.seq,
         )
     check_kernel(plan.job, cluster.device, module.graph)
     # A plan written by hand may re-all-gather an input although its job does not ask for it.

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.cached_models import EAGER, eager_model, recurrent_model
 from support.executor_cases import make_model
 from support.gloo import run_on_gloo
-from support.recurrent_models import recurrent_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,15 +26,17 @@ PLANS = (
     ("decode", "dp=2,tp=2", "random:2"),
 )
 FAMILIES = ("llama", "gpt2", "mixtral", "deepseek", "t5")
-RECURRENT_FAMILIES = ("mamba2", "qwen3_next", "falcon_h1")
-DRAWN = {(family, "decode") for family in ("t5", *RECURRENT_FAMILIES)}
+CACHED_FAMILIES = ("mamba2", "qwen3_next", "falcon_h1", "gpt_oss")
+DRAWN = {(family, "decode") for family in ("t5", *CACHED_FAMILIES)}
 """Families other than Llama, and phases, of which plans are drawn as well: their states are in many layouts."""
 # Prompts that the mesh divides, and prompts that no axis divides.
 PROMPTS = ((8, 16), (3, 7))
 
 
 def model_of(family: str) -> nn.Module:
-    return recurrent_model(family) if family in RECURRENT_FAMILIES else make_model(family)
+    if family in EAGER:
+        return eager_model(family)
+    return recurrent_model(family) if family in CACHED_FAMILIES else make_model(family)
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:
@@ -84,7 +86,7 @@ def generate(rank: int, family: str, plans: dict[str, dict[str, Any]]) -> dict[s
     return equal
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + CACHED_FAMILIES)
 def test_generated_tokens_are_those_of_the_unsharded_model(family: str) -> None:
     for cases in run_on_gloo(generate, 4, family, plans_of(family, PLANS)):
         assert len(cases) >= 2

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.recurrent_models import ENCODER_DECODERS, FRAMES, RECURRENT, SMALL, encoder_decoder, recurrent_model
+from support.cached_models import (
+    EAGER,
+    ENCODER_DECODERS,
+    FRAMES,
+    RECURRENT,
+    SMALL,
+    eager_model,
+    encoder_decoder,
+    recurrent_model,
+)
 from transformers.cache_utils import DynamicCache
 
 from cost_model import ClusterSpec
@@ -65,6 +74,46 @@ def test_the_cache_has_the_bytes_of_transformers_own(name: str, phase: Any, step
     plan = build_plan(model, cluster="1x1xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
     assert plan.estimate.memory["kv_cache"] == cached_nbytes(model, steps)
     assert any("keep at most 15 tokens" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize(("phase", "steps"), [("prefill", 0), ("decode", 1)])
+def test_attention_of_many_ops_keeps_keys_and_values(name: str, phase: Any, steps: int) -> None:
+    model = eager_model(name)
+    plan = build_plan(model, cluster="1x1xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
+    assert plan.estimate is not None
+    assert plan.estimate.memory["kv_cache"] == cached_nbytes(model, steps)
+
+
+def test_attention_of_many_ops_reads_all_earlier_tokens() -> None:
+    model = eager_model("bloom")
+    plans = [
+        build_plan(model, cluster="1x1xtoy", phase="decode", batch=8, seq=seq, dtype="fp32") for seq in (500, 5500)
+    ]
+    short, long = (plan.estimate for plan in plans)
+    assert short is not None
+    assert long is not None
+    # Two layers, 5,000 more tokens of eight sequences: they are read and written by the concatenation, and read again.
+    more = 3 * 2 * 2 * 8 * 5000 * 32 * 4
+    device = ClusterSpec.parse("1x1xtoy").device
+    assert long.compute_s - short.compute_s > more / device.memory_bandwidth_bytes_per_s
+
+
+def test_a_graph_with_keys_is_for_one_number_of_tokens() -> None:
+    traced = trace_module(eager_model("gemma2"), phase="decode", batch=BATCH, seq=SEQ, dtype="fp32")
+    with pytest.raises(JobError, match="was traced for 64 tokens in the cache, and the job has 32"):
+        PlanningSession(traced, cluster="1x1xtoy", phase="decode", batch=BATCH, seq=32, dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "seed"), [("gpt_oss", "decode", 0), ("gemma2", "decode", 8), ("gemma2", "prefill", 1)]
+)
+def test_drawn_plans_of_attention_of_many_ops_run_as_planned(name: str, phase: Any, seed: int) -> None:
+    model = eager_model(name)
+    session = PlanningSession(model, cluster="1x4xtoy", batch=8, seq=SEQ, dtype="fp32", phase=phase)
+    plan = session.plan(planner=f"random:{seed}", mesh="dp=2,tp=2")
+    report = verify(model, plan, inputs_from_config(model, batch=8, seq=SEQ, phase=phase).kwargs)
+    assert report.equal, str(report)
 
 
 def test_repeated_heads_are_not_kept() -> None:

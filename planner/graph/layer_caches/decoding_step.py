@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 from planner.errors import ModelError
 from planner.graph.op_graph import Op
 from planner.model_rewrites.cache_argument import (
+    KEYS,
     STATES,
+    VALUES,
     cache_argument,
     is_cache,
     is_encoder_decoder,
@@ -28,10 +30,13 @@ from planner.model_rewrites.cache_argument import (
 )
 
 OP_NAME = "shardplan.cached_state.default"
+APPEND = "shardplan.with_new_token.default"
 
 
 @torch.library.custom_op("shardplan::cached_state", mutates_args=())
-def cached_state(tokens: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, path: str) -> torch.Tensor:
+def cached_state(
+    tokens: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, path: str, grows: bool
+) -> torch.Tensor:
     """Return what a layer keeps of each sequence.
 
     Args:
@@ -39,6 +44,7 @@ def cached_state(tokens: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype,
         sizes: shape of what it keeps of one sequence.
         dtype: its dtype.
         path: the layer's argument and where in it the state is, as in ``cache.conv_states.0``.
+        grows: whether the step appends a token, along dim 2 of the result.
 
     Returns:
         a tensor [batch, *sizes].
@@ -46,7 +52,31 @@ def cached_state(tokens: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype,
     return tokens.new_empty((tokens.shape[0], *sizes), dtype=dtype)
 
 
-cached_state.register_fake(lambda tokens, sizes, dtype, path: tokens.new_empty((tokens.shape[0], *sizes), dtype=dtype))
+@cached_state.register_fake
+def _(tokens: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, path: str, grows: bool) -> torch.Tensor:
+    return tokens.new_empty((tokens.shape[0], *sizes), dtype=dtype)
+
+
+@torch.library.custom_op("shardplan::with_new_token", mutates_args=())
+def with_new_token(earlier: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return keys or values with those of the new token, as transformers concatenates them.
+
+    What it returns is in the cache after the step, so that it has the layout of ``earlier``.
+
+    Args:
+        earlier: [batch, heads, tokens, width].
+        new: [batch, heads, 1, width].
+    """
+    return torch.cat([earlier, new], dim=-2)
+
+
+with_new_token.register_fake(lambda earlier, new: torch.cat([earlier, new], dim=-2))
+
+
+def state_after_step(op: Op) -> float:
+    """Return the bytes of the state that ``op`` stands for after the step, relative to those before it."""
+    length = op.args[1][1] if op.args[4] else 0
+    return 1.0 + 1.0 / length if length else 1.0
 
 
 def state_path(op: Op) -> str | None:
@@ -61,13 +91,16 @@ class CachedState(NamedTuple):
     """What one layer keeps under one name.
 
     Attributes:
-        place: where it is in the layer's part of the cache: `STATES` and a number, or `CROSS` and keys or values.
+        place: where it is in the layer's part of the cache: `STATES` and a number, or `KEYS` or `VALUES`, after `CROSS`
+            where they are of an encoder's results.
         sizes: its shape for one sequence.
+        grows: whether it has one token more after the step.
     """
 
     place: str
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    grows: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +113,7 @@ LayerStates = Mapping[str, tuple[int, tuple[CachedState, ...]]]
 
 
 @contextmanager
-def decoding_step(module: nn.Module, layers: LayerStates) -> Iterator[None]:
+def decoding_step(module: nn.Module, layers: LayerStates, earlier: int) -> Iterator[None]:
     """Within this context, a call of ``module``, a model of Hugging Face, is a step of decoding.
 
     An encoder-decoder then gets what its encoder made, in place of the encoder's inputs.
@@ -88,6 +121,7 @@ def decoding_step(module: nn.Module, layers: LayerStates) -> Iterator[None]:
     Args:
         module: the model.
         layers: its layers that keep states.
+        earlier: tokens of each sequence before the step; only layers that keep keys and values as states read it.
     """
     argument = cache_argument(module)
     if not layers or argument is None:
@@ -102,7 +136,7 @@ def decoding_step(module: nn.Module, layers: LayerStates) -> Iterator[None]:
             tokens = kwargs["decoder_input_ids"]
             kwargs = {name: value for name, value in kwargs.items() if name != root.main_input_name}
             kwargs["encoder_outputs"] = (tokens.new_empty((len(tokens), 1, 1), dtype=torch.float32),)  # nobody reads it
-        return args, {**kwargs, "use_cache": True, argument: _cache(module, states, calls)}
+        return args, {**kwargs, "use_cache": True, argument: _cache(module, states, calls, earlier)}
 
     def noting(number: int) -> Callable[..., None]:
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,24 +164,30 @@ class _LayerCall(NamedTuple):
     cache: str
 
 
-def _cache(module: nn.Module, states: Mapping[int, Sequence[CachedState]], calls: Mapping[int, _LayerCall]) -> Any:
-    """Return a cache of transformers in which layers have states, and attention to earlier tokens keeps nothing.
+def _cache(
+    module: nn.Module, states: Mapping[int, Sequence[CachedState]], calls: Mapping[int, _LayerCall], earlier: int
+) -> Any:
+    """Return a cache of transformers in which layers have states, and other attention keeps nothing.
 
     Args:
         module: the model.
         states: number of a layer -> its states.
         calls: number of a layer -> its call, once it is called.
+        earlier: tokens of each sequence before the step.
     """
     caches: Any = transformers_caches(module)
     config: Any = module.config
     config = config.get_text_config(decoder=True)
     cache = caches.DynamicCache(config=config)
     for number, layer in enumerate(cache.layers):
+        made = {state.place: _Made(state, calls, number) for state in states.get(number, ())}
         layer.update = _as_given
-        for state in states.get(number, ()):
-            name, _, index = state.place.partition(".")
+        if KEYS in made:
+            _add_keys_and_values(layer, made[KEYS], made[VALUES], earlier)
+        for place, state in made.items():
+            name, _, index = place.partition(".")
             if name in STATES:
-                _add_state(layer, name, int(index), _Made(state, calls, number))
+                _add_state(layer, name, int(index), state)
     if not is_encoder_decoder(module):
         return cache
     cross = caches.DynamicCache(config=config)
@@ -170,6 +210,18 @@ def _add_state(layer: Any, name: str, index: int, made: _Made) -> None:
         layer.conv_kernel_size[index] = made.state.sizes[-1]
 
 
+def _add_keys_and_values(layer: Any, keys: _Made, values: _Made, earlier: int) -> None:
+    """Give a layer of attention the keys and values of earlier tokens, to which it appends the new ones."""
+
+    def update(new_keys: torch.Tensor, new_values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        both = (keys, new_keys), (values, new_values)
+        keys_and_values = [torch.ops.shardplan.with_new_token(state.get(), new) for state, new in both]
+        return keys_and_values[0], keys_and_values[1]
+
+    layer.update, layer.get_seq_length = update, lambda: earlier
+    layer.is_initialized, layer.cumulative_length = True, earlier
+
+
 def _as_given(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Update a layer of attention: there is nothing but the new keys and values."""
     return keys, values
@@ -190,7 +242,7 @@ class _Made:
                 raise ModelError(f"what layer {self.layer} keeps is read outside of the layer.")
             call, state = self.calls[self.layer], self.state
             path = f"{call.cache}.{state.place}"
-            self.value = torch.ops.shardplan.cached_state(call.tokens, state.sizes, state.dtype, path)
+            self.value = torch.ops.shardplan.cached_state(call.tokens, state.sizes, state.dtype, path, state.grows)
         return self.value
 
 
@@ -210,11 +262,11 @@ class _CrossAttention:
 
     @property
     def keys(self) -> torch.Tensor:
-        return self._made["keys"].get()
+        return self._made[KEYS].get()
 
     @property
     def values(self) -> torch.Tensor:
-        return self._made["values"].get()
+        return self._made[VALUES].get()
 
     def get_seq_length(self) -> int:
-        return self._made["keys"].state.sizes[1]
+        return self._made[KEYS].state.sizes[1]

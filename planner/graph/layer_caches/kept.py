@@ -8,21 +8,26 @@ attention to an encoder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from planner.errors import ModelError
+from planner.graph.capture import masks_select_all
 from planner.graph.layer_caches import decoding_step
 from planner.graph.layer_caches.decoding_step import CachedState, LayerStates
 from planner.graph.op_graph import ATTENTION, Op, OpCache, OpGraph, build_digraph
+from planner.model_rewrites import opaque_op
 from planner.model_rewrites.cache_argument import (
     CROSS,
+    KEYS,
     STATES,
+    VALUES,
     cache_argument,
     is_encoder_decoder,
+    layer_number,
     recurrent_layer_numbers,
     transformers_caches,
 )
@@ -30,6 +35,7 @@ from planner.model_rewrites.eager_masks import masks_as_traced, unpacked_sequenc
 from planner.model_rewrites.mla import mla_modules
 from planner.model_rewrites.random_branches import likelier_branches
 
+_PRODUCTS = ("aten.linear", "aten.addmm", "aten.matmul", "aten.mm")
 _PROMPT = 8
 """Tokens of the prompt that is run on the meta device; the size of states does not depend on it."""
 
@@ -61,12 +67,87 @@ def with_layer_caches(graph: OpGraph, module: nn.Module, states: LayerStates, *,
 
     ops = [dataclasses.replace(op, cache=cache) if (cache := cache_of(op)) != op.cache else op for op in graph.ops]
     for fqn, (_, kept) in states.items() if not decodes else ():
+        nbytes = sum(state.nbytes for state in kept)
         inside = [i for i, op in enumerate(ops) if _is_in(graph.calls[op.call].fqn, fqn)]
-        holder = next((i for i in inside if len(graph.values[ops[i].outputs[0]].shape) > 2), None)
-        if holder is not None and not any(ops[i].target is ATTENTION for i in inside):
-            cache = OpCache(state_nbytes=sum(state.nbytes for state in kept))
-            ops[holder] = dataclasses.replace(ops[holder], cache=cache)
+        if kept[0].place == KEYS:
+            holder = _maker_of_keys(graph, ops, inside, kept[0]) if inside else _opaque_around(graph, ops, fqn)
+            if holder is not None:
+                before = ops[holder].cache or OpCache()
+                ops[holder] = dataclasses.replace(ops[holder], cache=OpCache(kv_nbytes=before.kv_nbytes + nbytes))
+        elif not any(ops[i].target is ATTENTION for i in inside):
+            holder = next((i for i in inside if len(graph.values[ops[i].outputs[0]].shape) > 2), None)
+            if holder is not None:
+                ops[holder] = dataclasses.replace(ops[holder], cache=OpCache(state_nbytes=nbytes))
     return dataclasses.replace(graph, digraph=build_digraph(ops))
+
+
+def _maker_of_keys(graph: OpGraph, ops: Sequence[Op], inside: Sequence[int], keys: CachedState) -> int | None:
+    """Return the number of the op that makes the keys of a layer, or that makes them with queries and values.
+
+    Args:
+        graph: the graph.
+        ops: its ops.
+        inside: numbers of those in the layer.
+        keys: the layer's keys of one sequence, [heads, tokens, width].
+    """
+    products = [i for i in inside if ops[i].target_name.startswith(_PRODUCTS)]
+    width = keys.sizes[0] * keys.sizes[2]
+    of_width = (i for i in products if graph.values[ops[i].outputs[0]].shape[-1] == width)
+    return next(of_width, next(iter(products), None))
+
+
+def _opaque_around(graph: OpGraph, ops: Sequence[Op], fqn: str) -> int | None:
+    """Return the number of the op of an opaque module that the module ``fqn`` is in."""
+    opaque = (i for i, op in enumerate(ops) if op.target_name == opaque_op.OP_NAME)
+    return next((i for i in opaque if _is_in(fqn, graph.calls[ops[i].call].fqn)), None)
+
+
+def eager_attention(graph: OpGraph, module: nn.Module, cache: Any) -> list[int]:
+    """Return the numbers of the layers whose attention is no single op of ``graph``, and that keep keys and values.
+
+    Such attention (with sinks, or with soft-capped scores) runs op by op.
+
+    Args:
+        graph: the traced model.
+        module: the model.
+        cache: transformers' cache after a call.
+    """
+    layers = _self_attention(cache).layers if cache is not None else []
+    keeping = {n for n, layer in enumerate(layers) if isinstance(getattr(layer, KEYS, None), torch.Tensor)}
+    numbers = _layer_numbers(module)
+    ops = [op for op in graph.ops if op.target is ATTENTION]
+    if len(ops) >= len(keeping):
+        return []
+    nearest = (_nearest(graph.calls[op.call].fqn, numbers.__contains__) for op in ops)
+    return sorted(keeping.intersection(numbers.values()).difference(numbers[fqn] for fqn in nearest if fqn is not None))
+
+
+def with_keys_and_values(
+    states: LayerStates, module: nn.Module, cache: Any, layers: Sequence[int], earlier: int
+) -> LayerStates:
+    """Return ``states`` with the keys and values of some layers.
+
+    Args:
+        states: the layers that keep states.
+        module: the model.
+        cache: transformers' cache after a call with one sequence.
+        layers: numbers of layers of attention.
+        earlier: tokens of each sequence before the step, or of the prompt.
+    """
+    kept: dict[int, tuple[CachedState, ...]] = {}
+    for number in layers:
+        layer = _self_attention(cache).layers[number]
+        most = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else earlier + 1
+        kept[number] = tuple(
+            CachedState(name, (held.shape[1], min(earlier, most), held.shape[3]), held.dtype, grows=earlier < most)
+            for name, held in ((KEYS, layer.keys), (VALUES, layer.values))
+        )
+    added = {fqn: (number, kept[number]) for fqn, number in _innermost(module).items() if number in kept}
+    return {**states, **{fqn: (n, (*states.get(fqn, (n, ()))[1], *each)) for fqn, (n, each) in added.items()}}
+
+
+def _self_attention(cache: Any) -> Any:
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def _reads_state(producers: Mapping[str, Op], name: str) -> bool:
@@ -137,43 +218,55 @@ def _attention_caches(module: nn.Module) -> dict[str, OpCache]:
             kept[index] = 0
         elif given.get("sliding_window"):
             kept[index] = given["sliding_window"] - 1  # the token of a step is the last of its window
-    windows = {fqn: OpCache(window=kept[index]) for fqn, index in _layer_indices(module).items() if index in kept}
+    windows = {fqn: OpCache(window=kept[index]) for fqn, index in _layer_numbers(module).items() if index in kept}
     return windows | found
 
 
-def layer_states(module: nn.Module, meta: nn.Module, call: Mapping[str, Any]) -> LayerStates:
-    """Return the layers that keep states of a fixed size, measured by a call on the meta device.
+def filled_cache(module: nn.Module, meta: nn.Module, call: Mapping[str, Any]) -> Any:
+    """Return transformers' cache after a call with one sequence on the meta device; None where there is no such cache.
 
-    They are recurrent layers, and attention of a decoder to its encoder.
+    Where no layer has states, the result is None too if the call fails, as calls that depend on values do.
 
     Args:
-        module: the model; others than Hugging Face's have no such layers.
+        module: the model.
         meta: the same on the meta device, in the dtype of the job.
         call: keyword arguments of a call with one sequence; only an encoder-decoder is called with them.
 
     Raises:
-        ModelError: it does not run with a cache.
+        ModelError: a model with states does not run with a cache.
     """
-    caches, argument, recurrent = transformers_caches(module), cache_argument(meta), recurrent_layer_numbers(module)
-    if caches is None or argument is None or not (recurrent or is_encoder_decoder(module)):
-        return {}
+    caches, argument = transformers_caches(module), cache_argument(meta)
+    if caches is None or argument is None:
+        return None
     try:
-        with torch.no_grad(), likelier_branches(), unpacked_sequences(), masks_as_traced():
+        with torch.no_grad(), likelier_branches(), unpacked_sequences(), masks_as_traced(), masks_select_all():
             if is_encoder_decoder(module):
-                kept = _cross_states(meta(**{**call, "use_cache": True})[argument])
-            else:
-                cache = caches.DynamicCache(config=module.config)
-                meta(torch.zeros(1, _PROMPT, dtype=torch.long, device="meta"), **{argument: cache})
-                kept = {number: _states(cache.layers[number]) for number in recurrent}
+                return meta(**{**call, "use_cache": True})[argument]
+            config: Any = module.config
+            cache = caches.DynamicCache(config=config)
+            meta(torch.zeros(1, _PROMPT, dtype=torch.long, device="meta"), **{argument: cache})
+            return cache
     except Exception as error:
+        if not recurrent_layer_numbers(module) and not is_encoder_decoder(module):
+            return None
         raise ModelError(
             f"{type(module).__name__} does not run with transformers' cache: {str(error).splitlines()[0]}",
             what_to_do="Correct its config: a call with use_cache=True has to run.",
         ) from error
-    layers = _layer_indices(module)
-    # A block may have the index of the mixer inside it.
-    inner = [fqn for fqn in layers if not any(other.startswith(f"{fqn}.") for other in layers)]
-    return {fqn: (layers[fqn], kept[layers[fqn]]) for fqn in inner if kept.get(layers[fqn])}
+
+
+def layer_states(module: nn.Module, cache: Any) -> LayerStates:
+    """Return the layers that keep states of a fixed size: recurrent layers, and attention of a decoder to its encoder.
+
+    Args:
+        module: the model.
+        cache: the result of `filled_cache`.
+    """
+    if is_encoder_decoder(module):
+        kept = _cross_states(cache)
+    else:
+        kept = {} if cache is None else {n: _states(cache.layers[n]) for n in recurrent_layer_numbers(module)}
+    return {fqn: (number, kept[number]) for fqn, number in _innermost(module).items() if kept.get(number)}
 
 
 def _cross_states(cache: Any) -> dict[int, tuple[CachedState, ...]]:
@@ -182,7 +275,7 @@ def _cross_states(cache: Any) -> dict[int, tuple[CachedState, ...]]:
     return {
         number: tuple(
             CachedState(f"{CROSS}.{name}", tuple(held.shape[1:]), held.dtype)
-            for name in ("keys", "values")
+            for name in (KEYS, VALUES)
             if isinstance(held := getattr(layer, name, None), torch.Tensor)
         )
         for number, layer in enumerate(layers)
@@ -198,9 +291,15 @@ def _states(layer: Any) -> tuple[CachedState, ...]:
     )
 
 
-def _layer_indices(module: nn.Module) -> dict[str, int]:
-    indices = {fqn: getattr(part, "layer_idx", None) for fqn, part in module.named_modules()}
-    return {fqn: index for fqn, index in indices.items() if index is not None}
+def _layer_numbers(module: nn.Module) -> dict[str, int]:
+    numbers = {fqn: layer_number(part) for fqn, part in module.named_modules()}
+    return {fqn: number for fqn, number in numbers.items() if number is not None}
+
+
+def _innermost(module: nn.Module) -> dict[str, int]:
+    """Return FQN of a layer -> its number in the cache. A block may have the number of the layer inside it."""
+    numbers = _layer_numbers(module)
+    return {fqn: n for fqn, n in numbers.items() if not any(other.startswith(f"{fqn}.") for other in numbers)}
 
 
 def _nearest(fqn: str, known: Callable[[str], bool]) -> str | None:

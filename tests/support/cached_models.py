@@ -1,4 +1,4 @@
-"""Tiny models of transformers with states: decoders with recurrent layers, and encoder-decoders."""
+"""Tiny models of transformers of which a step of decoding reads states, or keys and values, that ops hold."""
 
 from __future__ import annotations
 
@@ -62,3 +62,20 @@ def encoder_decoder(name: str) -> transformers.PreTrainedModel:
     sound = {"max_source_positions": FRAMES, "num_mel_bins": 8, "max_target_positions": 128}
     config = transformers.WhisperConfig(d_model=64, vocab_size=256, pad_token_id=0, **sound, **layers, **heads)
     return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+EAGER: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16},
+    "gpt_oss": {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "gpt_neo": {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 16},
+}
+"""Attention that is no single op: with soft-capped scores, with sinks, with ALiBi, or written out."""
+
+
+def eager_model(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(name, **{**sizes, **EAGER[name]})
+    ).eval()
