@@ -220,7 +220,7 @@ class Formulator:
         return Node(name=names[0], charges=tuple(price.charge for price in prices if price is not None))
 
     def constant(self) -> Charge:
-        """Return the charge of every assignment: number of passes, reserved bytes, and saved plain tensors."""
+        """Return the charge of every assignment: passes, reserved bytes, saved plain tensors, unread parameters."""
         structure, run = self._structure, self.pricer.run
         saved = {structure.regions.graph.values[name] for op in structure.profile.ops.values() for name in op.saved}
         plain = sum(value.nbytes for value in saved if value.kind == "plain")
@@ -228,8 +228,16 @@ class Formulator:
             PASSES: float(run.passes),
             **{persistent(role): float(nbytes) for role, nbytes in reserve_by_role(run.cluster.device).items()},
             persistent("activations"): float(plain * run.in_flight if run.job.training else 0),
+            persistent("parameters"): self._unread_nbytes(),
             **self.parameter_pricer.optimizer.workspace(map(self.value_of, structure.parameters)),
         }
+
+    def _unread_nbytes(self) -> float:
+        """Return the bytes of the parameters that no op reads, which are whole on every rank."""
+        graph, parameters = self._structure.regions.graph, self._structure.parameters
+        read = {value for parameter in parameters for value in parameter.values}
+        unread = (graph.values[name] for name in graph.parameters if name not in read)
+        return sum(self.parameter_pricer.whole_nbytes(value) for value in unread)
 
     # --- edges ---------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,10 @@ class ParameterPricer:
             return Price(charge={persistent("parameters"): float(value.nbytes // split * count)})
         return self.optimizer.price(value, stored, count)
 
+    def whole_nbytes(self, value: Value) -> float:
+        """Return the bytes of a whole parameter in the dtype in which it rests."""
+        return value.nbytes / value.dtype.itemsize * self._stored_itemsize(value)
+
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of one device's shard of a gradient in ``layout``, in the stored dtype."""
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)

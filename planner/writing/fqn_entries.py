@@ -204,8 +204,6 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 fsdp_groups[block].append(name[len(block) + 1 :])
             for name in regions.graph.parameters[value]:
                 entries.stored[name] = choice.stored
-                if not parameter.uses and choice.stored != replicated(len(choice.stored)):
-                    entries.compute[name] = replicated(len(choice.stored))  # what reads it is in no graph
                 if choice.accumulated is not None:
                     entries.gradients[name] = choice.accumulated
     links = {(link.consumer, link.consumer_slot): link for link in regions.links}

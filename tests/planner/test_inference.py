@@ -67,6 +67,19 @@ def test_parameters_rest_in_the_compute_dtype() -> None:
     assert estimate_of(plan).memory["parameters"] == 2 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
+def test_parameters_that_no_op_reads_are_in_the_memory(phase: Any) -> None:
+    """A step of decoding reads nothing of T5's encoder, and a forward nothing of a layer that is left out."""
+    model = make_model("t5")
+    model.add_module("unread", torch.nn.Linear(64, 64))
+    plan = build_plan(model, cluster="1x4xtoy", mesh="dp=4", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    unread = 4 * sum(p.numel() for p in model.unread.parameters())
+    assert unread <= estimate_of(plan).memory["parameters"] <= whole
+    alone = build_plan(model, cluster="1x1xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
+    assert estimate_of(alone).memory["parameters"] == whole
+
+
 def test_decoding_is_bound_by_reading_weights_and_cache() -> None:
     config = transformers.LlamaConfig(
         hidden_size=8192,
