@@ -298,13 +298,14 @@ class OpTimes:
 
     def _cached_attention(self, local: LocalOp) -> OpTime:
         """Return the seconds of attention over a KV cache, and of writing the new keys and values into the cache."""
-        batch, heads, _, head_dim = local.shapes[0]
+        batch, heads, queries, head_dim = local.shapes[0]
         _, kv_heads, new, head_dim_v = local.shapes[2]
         tokens, dtype = local.profile.cached_tokens, local.dtype
         copied_nbytes = 2 * batch * kv_heads * new * (head_dim + head_dim_v) * BYTES_PER_ELEMENT[dtype]
         writing_s = copied_nbytes / stream_bytes_per_s(self._device) + 2 * self._device.kernel_launch_s
-        keeps = local.profile.kept_tokens > 0  # attention to an encoder adds nothing to the cache
-        if tokens == new and keeps:
+        if local.profile.kept_tokens == 0:
+            writing_s = 0.0  # attention to an encoder, for one, adds nothing to the cache
+        if tokens == new == queries:
             return OpTime(self._attention(local).forward_s + writing_s, 0.0)
         reading_s = cached_attention_time_s(
             batch=batch,
@@ -316,8 +317,6 @@ class OpTimes:
             device=self._device,
             dtype=dtype,
         )
-        if not keeps:
-            return OpTime(reading_s, 0.0)
         return OpTime(reading_s + writing_s + self._latent_expansion_s(local, tokens - new), 0.0)
 
     def _latent_expansion_s(self, local: LocalOp, tokens: int) -> float:

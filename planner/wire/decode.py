@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from planner.errors import GraphFormatError
+from planner.graph.layer_caches import decoding_step
 from planner.graph.nested_graph import NestedGraph, NestedOp, referenced_values
 from planner.graph.op_graph import (
     ATTENTION,
@@ -239,6 +240,8 @@ class _Reader:
                 raise GraphFormatError.at(where, f"its body takes {len(op.target.inputs)} arguments")
             return
         check_arguments(op.target, op.args, op.kwargs, where)
+        if op.target_name == decoding_step.OP_NAME and not decoding_step.is_well_formed(op):
+            raise GraphFormatError.at(where, f"{op.target} does not say what a layer keeps")
         try:
             count = count_of(op.target, op.args, op.kwargs, self._values[op.inputs[0]].shape if op.inputs else ())
         except ValueError as error:

@@ -320,3 +320,14 @@ def test_a_cache_where_there_is_none_is_refused() -> None:
     kept["cache"] = {"latents": [16, 4096]}
     with pytest.raises(GraphFormatError, match="no attention with keys of such a width"):
         read_graph(document)
+
+
+@pytest.mark.parametrize("position", [1, 3, 4])
+def test_a_state_that_no_trace_has_is_refused(position: int) -> None:
+    """Keys of which a step has one more token have three dims, and a state has a place in the cache."""
+    sent = document_of(trace_module(recurrent_model("lfm2"), phase="decode", batch=BATCH, seq=SEQ))
+    document = sent.model_dump(mode="json", exclude_defaults=True)
+    state = next(op for op in document["ops"] if "cached_state" in op.get("op", ""))
+    state["args"][position] = {1: state["args"][1][:1], 3: "cache.conv_states", 4: True}[position]
+    with pytest.raises(GraphFormatError):
+        read_graph(document)

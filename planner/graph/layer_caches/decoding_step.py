@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from planner.errors import ModelError
 from planner.graph.op_graph import Op
 from planner.model_rewrites.cache_argument import (
+    CROSS,
     KEYS,
     STATES,
     VALUES,
@@ -29,6 +30,8 @@ from planner.model_rewrites.cache_argument import (
     transformers_caches,
 )
 
+_MOST_STATES = 16
+"""States of one kind that a layer may have."""
 OP_NAME = "shardplan.cached_state.default"
 APPEND = "shardplan.with_new_token.default"
 
@@ -77,6 +80,16 @@ def state_after_step(op: Op) -> float:
     """Return the bytes of the state that ``op`` stands for after the step, relative to those before it."""
     length = op.args[1][1] if op.args[4] else 0
     return 1.0 + 1.0 / length if length else 1.0
+
+
+def is_well_formed(op: Op) -> bool:
+    """Return whether a `cached_state` that was sent has the arguments of one that was traced."""
+    if len(op.args) != 5 or op.kwargs:
+        return False
+    _, sizes, _, path, grows = op.args
+    places = (*(f"{name}.{index}" for name in STATES for index in range(_MOST_STATES)), KEYS, VALUES)
+    places = (*places, *(f"{CROSS}.{name}" for name in (KEYS, VALUES)))
+    return path.partition(".")[2] in places and (not grows or (len(sizes) == 3 and sizes[1] > 0))
 
 
 def state_path(op: Op) -> str | None:
