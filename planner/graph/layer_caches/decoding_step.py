@@ -2,7 +2,10 @@
 
 With a state, a recurrent layer runs other ops than over a prompt, and attention to an encoder does not compute the
 encoder's keys and values. A state is the result of an op without work, `cached_state`, so that the planner chooses its
-layout like that of any activation. Attention to earlier tokens runs over the new one: `planner.profile` adds those.
+layout like that of any activation.
+
+Attention that is one op runs over the new token alone: `planner.profile` adds those before it. Where it is many ops,
+their keys and values are states too.
 """
 
 from __future__ import annotations

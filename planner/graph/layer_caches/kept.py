@@ -55,7 +55,7 @@ def with_layer_caches(graph: OpGraph, module: nn.Module, states: LayerStates, *,
         return graph
     if decodes:
         _check_states_are_read(graph, module, states)
-    producers = {name: op for op in graph.ops for name in op.outputs}
+    producers = _producers(graph)
 
     def cache_of(op: Op) -> OpCache | None:
         if op.target is not ATTENTION:
@@ -114,8 +114,8 @@ def eager_attention(graph: OpGraph, module: nn.Module, cache: Any) -> list[int]:
     """
     layers = _self_attention(cache).layers if cache is not None else []
     keeping = {n for n, layer in enumerate(layers) if isinstance(getattr(layer, KEYS, None), torch.Tensor)}
-    numbers = _layer_numbers(module)
-    ops = [op for op in graph.ops if op.target is ATTENTION]
+    numbers, producers = _layer_numbers(module), _producers(graph)
+    ops = [op for op in graph.ops if op.target is ATTENTION and not _reads_state(producers, op.inputs[1])]
     if len(ops) >= len(keeping):
         return []
     nearest = (_nearest(graph.calls[op.call].fqn, numbers.__contains__) for op in ops)
@@ -148,6 +148,10 @@ def with_keys_and_values(
 
 def _self_attention(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
+
+
+def _producers(graph: OpGraph) -> dict[str, Op]:
+    return {name: op for op in graph.ops for name in op.outputs}
 
 
 def _reads_state(producers: Mapping[str, Op], name: str) -> bool:
