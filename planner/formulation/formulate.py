@@ -209,9 +209,8 @@ class Formulator:
 
     def parameter_price(self, parameter: ParameterClass, choice: StorageOption) -> Price | None:
         """Return the price of storing a class's parameters as ``choice``; None: gradients cannot be reduced to it."""
-        return self.parameter_pricer.storage(
-            self.value_of(parameter), choice, len(parameter.values), parameter.gradients
-        )
+        value, count = self.value_of(parameter), len(parameter.values)
+        return self.parameter_pricer.storage(value, choice, count, parameter.gradients)
 
     def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StorageOption]) -> Node:
         prices = [self.parameter_price(parameter, choice) for choice in choices]
@@ -228,16 +227,9 @@ class Formulator:
             PASSES: float(run.passes),
             **{persistent(role): float(nbytes) for role, nbytes in reserve_by_role(run.cluster.device).items()},
             persistent("activations"): float(plain * run.in_flight if run.job.training else 0),
-            persistent("parameters"): self._unread_nbytes(),
+            persistent("parameters"): self.parameter_pricer.unread_nbytes(structure),
             **self.parameter_pricer.optimizer.workspace(map(self.value_of, structure.parameters)),
         }
-
-    def _unread_nbytes(self) -> float:
-        """Return the bytes of the parameters that no op reads, which are whole on every rank."""
-        graph, parameters = self._structure.regions.graph, self._structure.parameters
-        read = {value for parameter in parameters for value in parameter.values}
-        unread = (graph.values[name] for name in graph.parameters if name not in read)
-        return sum(self.parameter_pricer.whole_nbytes(value) for value in unread)
 
     # --- edges ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from cost_model.layouts.layout import Layout, split_factor
 from planner.graph.op_graph import Value
 from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Lifetime, LinkQuantities, Quantity, persistent
 from planner.liveness.peak_candidates import UPDATE
+from planner.liveness.structure import Structure
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.pricing.optimizer_update import OptimizerPricer
@@ -104,9 +105,11 @@ class ParameterPricer:
             return Price(charge={persistent("parameters"): float(value.nbytes // split * count)})
         return self.optimizer.price(value, stored, count)
 
-    def whole_nbytes(self, value: Value) -> float:
-        """Return the bytes of a whole parameter in the dtype in which it rests."""
-        return value.nbytes / value.dtype.itemsize * self._stored_itemsize(value)
+    def unread_nbytes(self, structure: Structure) -> float:
+        """Return the bytes of the parameters that no op reads: they rest whole on every rank."""
+        graph, read = structure.regions.graph, {name for each in structure.parameters for name in each.values}
+        values = [graph.values[name] for name in graph.parameters if name not in read]
+        return sum(value.nbytes / value.dtype.itemsize * self._stored_itemsize(value) for value in values)
 
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of one device's shard of a gradient in ``layout``, in the stored dtype."""
