@@ -30,7 +30,7 @@ from executor.resolve.sharder import Sharder, apply_sharders
 from executor.resolve.token_order import attach_token_order
 from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.buffers import keep_buffers_whole
-from executor.runtime.cached_states import attach_states, encode_whole
+from executor.runtime.cached_states import attach_states
 from executor.runtime.checkpointing import checkpoint_blocks
 from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
@@ -49,7 +49,7 @@ from executor.runtime.root.unfrozen_parameters import refuse_unfrozen
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
-from executor.runtime.whole_batches import BatchForm, attach_whole_results
+from executor.runtime.whole_batches import BatchForm, attach_whole_results, encode_whole
 from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics

@@ -23,13 +23,15 @@ from executor.torch_internals.dtensor import fake_process_group, local_of, make_
 from executor.torch_internals.strategies import matching_strategies_first
 from planner.errors import PlanError
 from planner.model_rewrites.assumed_values import AssumedValues
-from planner.model_rewrites.cache_argument import cache_argument, is_encoder_decoder, recurrent_layer_numbers
+from planner.model_rewrites.cache_argument import (
+    SHORT_PROMPT,
+    cache_argument,
+    is_encoder_decoder,
+    recurrent_layer_numbers,
+)
 from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
-
-_RECURRENT_PROMPT = 8
-"""Tokens that fill the cache of a model with recurrent layers."""
 
 
 class Dispatched(NamedTuple):
@@ -111,8 +113,7 @@ def _decoding_batch(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]
         raise PlanError(f"{type(model).__name__} takes no cache.", what_to_do="Verify the plan of its prefill.")
     arguments = {**batch, "use_cache": True}
     if recurrent_layer_numbers(model):
-        # Their states have one size after any prompt, and a scan over a long one runs thousands of ops.
-        tokens = min(tokens, _RECURRENT_PROMPT)
+        tokens = min(tokens, SHORT_PROMPT)  # a scan over a long one runs thousands of ops
     with torch.no_grad():
         if encodes:
             output = model(**{**arguments, name: batch[name].expand(-1, max(tokens, 1))})

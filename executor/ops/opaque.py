@@ -77,13 +77,14 @@ class _OpaqueForward:
 
         An argument that the planned call did not have, such as a mask, is one of them if it has as many rows.
         """
-        known: Mapping[str, str] = {} if self._split is None else self._split.inputs
-        samples = next((len(t) for path, t in by_path.items() if known.get(path) == SAMPLES), None)
-        return frozenset(
-            path
-            for path, tensor in by_path.items()
-            if known.get(path, SAMPLES if tensor.dim() and len(tensor) == samples else None) == SAMPLES
-        )
+        if self._split is None:
+            return frozenset()
+        known = self._split.inputs
+        samples = next((len(tensor) for path, tensor in by_path.items() if known.get(path) == SAMPLES), None)
+        more = {
+            path for path, tensor in by_path.items() if path not in known and tensor.dim() and len(tensor) == samples
+        }
+        return frozenset(more | {path for path in by_path if known.get(path) == SAMPLES})
 
     @property
     def _axes(self) -> int:

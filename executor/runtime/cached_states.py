@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from executor.ops.opaque import run_opaque
 from executor.redistribute import Redistributor
 from executor.resolve.fqns import modules_at
-from executor.runtime.whole_batches import BatchForm, encoder_of
+from executor.runtime.whole_batches import BatchForm
 from planner.model_rewrites.cache_argument import CROSS, KEYS, STATES, VALUES, is_cache, layer_number
 from planner.plan.ports import Port
 
@@ -43,30 +41,6 @@ def attach_states(
         if states:
             hook = _StateHook(states, inspect.signature(layer.forward), redistributor, form)
             layer.register_forward_hook(hook, with_kwargs=True)
-
-
-def encode_whole(module: nn.Module, redistributor: Redistributor) -> None:
-    """Let the encoder of an encoder-decoder run on whole tensors, on every rank.
-
-    A plan for decoding has no layouts for it, except those in which its parameters rest.
-
-    Args:
-        module: the root.
-        redistributor: gathers parameters and arguments.
-    """
-    encoder = encoder_of(module)
-    if encoder is None:
-        return
-    (fqn,) = (name for name, part in module.named_modules() if part is encoder)
-    run_opaque(module, {fqn: ""}, redistributor)
-
-    def gather(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        whole: tuple[Any, Any] = pytree.tree_map_only(
-            DTensor, lambda tensor: redistributor.redistribute(tensor, redistributor.replicated), (args, kwargs)
-        )
-        return whole
-
-    encoder.register_forward_pre_hook(gather, with_kwargs=True)
 
 
 @dataclass(frozen=True, slots=True)

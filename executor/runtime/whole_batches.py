@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, format_layout
+from executor.ops.opaque import run_opaque
 from executor.redistribute import Redistributor
 from executor.resolve.per_module import PerModule
 from executor.resolve.sharded_as import not_sharded
@@ -135,16 +136,40 @@ def attach_whole_results(
     module.register_forward_hook(_GatherResults(form, redistributor))
     generate = getattr(module, "generate", None)
     if callable(generate):
-        encoder = encoder_of(module)
+        encoder = _encoder(module)
         if encoder is not None:
             contexts.attach_part(encoder)
         module.generate = _Generate(module, generate, redistributor.device_mesh)  # type: ignore[assignment]
 
 
-def encoder_of(module: nn.Module) -> nn.Module | None:
+def _encoder(module: nn.Module) -> nn.Module | None:
     """Return the encoder of a transformers model that has a decoder too."""
     get_encoder: Any = getattr(module, "get_encoder", None)
     return get_encoder() if is_encoder_decoder(module) and get_encoder is not None else None
+
+
+def encode_whole(module: nn.Module, redistributor: Redistributor) -> None:
+    """Let the encoder of an encoder-decoder run on whole tensors, on every rank.
+
+    A plan for decoding has no layouts for it, except those in which its parameters rest.
+
+    Args:
+        module: the root.
+        redistributor: gathers parameters and arguments.
+    """
+    encoder = _encoder(module)
+    if encoder is None:
+        return
+    (fqn,) = (name for name, part in module.named_modules() if part is encoder)
+    run_opaque(module, {fqn: ""}, redistributor)
+
+    def gather(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        whole: tuple[Any, Any] = pytree.tree_map_only(
+            DTensor, lambda tensor: redistributor.redistribute(tensor, redistributor.replicated), (args, kwargs)
+        )
+        return whole
+
+    encoder.register_forward_pre_hook(gather, with_kwargs=True)
 
 
 class _Generate:

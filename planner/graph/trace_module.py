@@ -25,6 +25,7 @@ from planner.graph.example_inputs import (
 )
 from planner.graph.from_fx import trace
 from planner.graph.layer_caches.caches_in_trace import check_tokens, trace_with_caches
+from planner.graph.layer_caches.kept import has_caches
 from planner.graph.op_graph import OpGraph, with_results
 from planner.graph.opaque_trace import opaque_names, trace_with_opaque
 from planner.graph.sample_loops import NoSampleLoops, SampleLoopError
@@ -267,7 +268,7 @@ def trace_at_batch(
         traced_batch=served or TRACE_BATCH,
         any_batch=served is None,
         phase=phase,
-        has_kv_cache=keeps,
+        has_kv_cache=keeps and has_caches(graph),
         fused_ops=fused_ops,
         fused_projections=count_fused_projections(module) > 0,
     )

@@ -13,6 +13,8 @@ from torch import nn
 _NAMES = ("cache", "past_key_values")
 
 
+SHORT_PROMPT = 8
+"""Tokens that fill a cache on the meta device where the length does not matter: states have one size after any."""
 STATES = ("conv_states", "recurrent_states")
 """What transformers calls the states of a recurrent layer, in the layer's part of a cache."""
 

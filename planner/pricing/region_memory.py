@@ -74,7 +74,8 @@ class RegionMemory:
         if region_op.op.target_name == decoding_step.OP_NAME:
             state = region_op.outputs[0]
             nbytes = self.local_nbytes(region.slots[state].value, strategy.forward[state])
-            return nbytes * decoding_step.state_after_step(region_op.op)
+            tokens = decoding_step.growing_tokens(region_op.op)
+            return nbytes * (tokens + 1) / tokens if tokens else nbytes
         if cache is not None and cache.state_nbytes:
             result = region_op.outputs[0]
             samples = shard_shape(region.slots[result].value, strategy.forward[result], self._mesh_shape)[0]

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from planner.graph.layer_caches import decoding_step
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.wire.schemas import computes_tensors
 
@@ -78,15 +79,17 @@ fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
 """
 _PRIMS: Final = "convert_element_type broadcast_in_dim"
 
+_OWN_OPS: Final = (
+    experts.OP_NAME, opaque_op.OP_NAME, decoding_step.OP_NAME, decoding_step.APPEND, *fused_kernels.NAMES
+)  # fmt: skip
+
 ALLOWED: Final = frozenset(
     f"aten.{name}"
     for family in (_POINTWISE, _REDUCTIONS, _SHAPES, _PRODUCTS, _LAYERS, _LOSSES, _FACTORIES, _FOURIER)
     for name in family.split()
 ) | {
     *(f"prims.{name}" for name in _PRIMS.split()),
-    *(name.removesuffix(".default") for name in (experts.OP_NAME, opaque_op.OP_NAME, *fused_kernels.NAMES)),
-    "shardplan.cached_state",
-    "shardplan.with_new_token",
+    *(name.removesuffix(".default") for name in _OWN_OPS),
     "shardplan.ctc_losses",
 }
 """Names of ops, without overloads. The in-place variant of each op (``add_``) is allowed as well."""

@@ -15,7 +15,7 @@ from planner.run.run_results import Candidate
 from planner.search.branch_and_bound import SearchResult
 from planner.search.pipeline.stage_planners import PlannedPipeline, listed_blocks
 from planner.strategies.local_ops import local_names, opaque_splits
-from planner.writing.fqn_entries import fold_names, named_entries
+from planner.writing.fqn_entries import decision_entries, fold_names
 from planner.writing.notes import with_reallgather_note
 from planner.writing.pipeline import pipeline_entries
 from planner.writing.token_order import token_order_notes, zigzag_order
@@ -37,9 +37,8 @@ def write_plan(
 ) -> ShardingPlan:
     """Return the `ShardingPlan` of ``candidate``, which was found under a cap of ``memory_bytes`` per device."""
     run = candidate.run
-    named = named_entries(candidate.structure, candidate.decision)
-    entries = named.folded(module.names)
-    notes = [*notes, *whole_notes(named, candidate.structure.regions.graph, run.mesh, module.names.parameters)]
+    entries = decision_entries(candidate.structure, candidate.decision, module.names)
+    notes = [*notes, *whole_notes(candidate.structure, candidate.decision, run.mesh, module.names.parameters)]
     device, reordering = planner.cluster.device, planner.model.reordering
     headroom = planner.job.headroom if memory_bytes == planner.memory_bytes else 0.0
     job = dataclasses.replace(

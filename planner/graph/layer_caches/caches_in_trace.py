@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.errors import JobError
+from planner.errors import JobError, ModelError
 from planner.graph.example_inputs import own_cache
-from planner.graph.layer_caches.decoding_step import decoding_step, state_path
+from planner.graph.layer_caches.decoding_step import decoding_step, growing_tokens
 from planner.graph.layer_caches.kept import (
     eager_attention,
     filled_cache,
+    has_caches,
     layer_states,
     with_keys_and_values,
     with_layer_caches,
@@ -46,7 +47,7 @@ def trace_with_caches(
 
     Raises:
         JobError: the model keeps states elsewhere than in transformers' usual cache.
-        ModelError: it does not run with a cache, or does not read its states.
+        ModelError: it does not run with a cache, or does not read its states, or nothing is known of a cache.
     """
     cache = filled_cache(module, meta, call)
     states, decodes = layer_states(module, cache), earlier is not None
@@ -61,7 +62,13 @@ def trace_with_caches(
         if decodes:
             with decoding_step(meta, states, tokens):
                 graph, rest = trace()
-    return with_layer_caches(graph, module, states, decodes=decodes), rest
+    graph = with_layer_caches(graph, module, states, decodes=decodes)
+    if decodes and not has_caches(graph):
+        raise ModelError(
+            f"decoding with {type(module).__name__} cannot be planned yet: what its layers keep is not known.",
+            what_to_do='Plan its forward pass (phase="prefill").',
+        )
+    return graph, rest
 
 
 def _tokens_of(call: Mapping[str, Any]) -> int:
@@ -79,7 +86,7 @@ def check_tokens(graph: OpGraph, name: str, tokens: int | None) -> None:
     Raises:
         JobError: it was traced for another number.
     """
-    traced = {op.args[1][1] for op in graph.ops if state_path(op) is not None and op.args[4]}
+    traced = {growing_tokens(op) for op in graph.ops} - {0}
     if tokens is not None and traced - {tokens}:
         raise JobError(
             f"the graph of {name} was traced for {max(traced)} tokens in the cache, and the job has {tokens}.",

@@ -33,8 +33,6 @@ from planner.model_rewrites.cache_argument import (
     transformers_caches,
 )
 
-_MOST_STATES = 16
-"""States of one kind that a layer may have."""
 OP_NAME = "shardplan.cached_state.default"
 APPEND = "shardplan.with_new_token.default"
 
@@ -79,10 +77,9 @@ def with_new_token(earlier: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 with_new_token.register_fake(lambda earlier, new: torch.cat([earlier, new], dim=-2))
 
 
-def state_after_step(op: Op) -> float:
-    """Return the bytes of the state that ``op`` stands for after the step, relative to those before it."""
-    length = op.args[1][1] if op.args[4] else 0
-    return 1.0 + 1.0 / length if length else 1.0
+def growing_tokens(op: Op) -> int:
+    """Return the earlier tokens in keys or values that ``op`` stands for, if the step adds one; 0 for other ops."""
+    return int(op.args[1][1]) if op.target_name == OP_NAME and op.args[4] else 0
 
 
 def is_well_formed(op: Op) -> bool:
@@ -90,9 +87,11 @@ def is_well_formed(op: Op) -> bool:
     if len(op.args) != 5 or op.kwargs:
         return False
     _, sizes, _, path, grows = op.args
-    places = (*(f"{name}.{index}" for name in STATES for index in range(_MOST_STATES)), KEYS, VALUES)
-    places = (*places, *(f"{CROSS}.{name}" for name in (KEYS, VALUES)))
-    return path.partition(".")[2] in places and (not grows or (len(sizes) == 3 and sizes[1] > 0))
+    place = path.partition(".")[2]
+    name, _, number = place.partition(".")
+    is_state = name in STATES and number.isdecimal()
+    is_kept = place in (KEYS, VALUES, f"{CROSS}.{KEYS}", f"{CROSS}.{VALUES}")
+    return (is_state or is_kept) and (not grows or (len(sizes) == 3 and sizes[1] > 0))
 
 
 def state_path(op: Op) -> str | None:

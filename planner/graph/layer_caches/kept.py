@@ -23,6 +23,7 @@ from planner.model_rewrites import opaque_op
 from planner.model_rewrites.cache_argument import (
     CROSS,
     KEYS,
+    SHORT_PROMPT,
     STATES,
     VALUES,
     cache_argument,
@@ -36,8 +37,7 @@ from planner.model_rewrites.mla import mla_modules
 from planner.model_rewrites.random_branches import likelier_branches
 
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.matmul", "aten.mm")
-_PROMPT = 8
-"""Tokens of the prompt that is run on the meta device; the size of states does not depend on it."""
+"""Beginnings of the names of ops by which layers project."""
 
 
 def with_layer_caches(graph: OpGraph, module: nn.Module, states: LayerStates, *, decodes: bool = False) -> OpGraph:
@@ -79,6 +79,11 @@ def with_layer_caches(graph: OpGraph, module: nn.Module, states: LayerStates, *,
             if holder is not None:
                 ops[holder] = dataclasses.replace(ops[holder], cache=OpCache(state_nbytes=nbytes))
     return dataclasses.replace(graph, digraph=build_digraph(ops))
+
+
+def has_caches(graph: OpGraph) -> bool:
+    """Return whether the graph of a trace for inference says of any layer what it keeps."""
+    return any(op.target is ATTENTION or op.cache or op.target_name == decoding_step.OP_NAME for op in graph.ops)
 
 
 def _maker_of_keys(graph: OpGraph, ops: Sequence[Op], inside: Sequence[int], keys: CachedState) -> int | None:
@@ -248,7 +253,7 @@ def filled_cache(module: nn.Module, meta: nn.Module, call: Mapping[str, Any]) ->
                 return meta(**{**call, "use_cache": True})[argument]
             config: Any = module.config
             cache = caches.DynamicCache(config=config)
-            meta(torch.zeros(1, _PROMPT, dtype=torch.long, device="meta"), **{argument: cache})
+            meta(torch.zeros(1, SHORT_PROMPT, dtype=torch.long, device="meta"), **{argument: cache})
             return cache
     except Exception as error:
         if not recurrent_layer_numbers(module) and not is_encoder_decoder(module):
