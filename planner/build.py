@@ -18,7 +18,7 @@ from cost_model.layouts.layout import MeshSpec
 from planner.auto_techniques import auto_techniques
 from planner.defaults.job import ModelConfig, config_of, report, with_defaults
 from planner.defaults.ranks import is_first_rank
-from planner.errors import ModelError, PlanError, PlannerError, RunError
+from planner.errors import ModelError, PlanError, PlannerError, RunError, SolverError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
 from planner.plan.checks import check_mesh
@@ -33,8 +33,8 @@ from planner.verification.verify_plan import verified
 _MOST_FAILURES = 3
 """Plans that are tried, at most, until one runs as planned."""
 
-_LAST_RESORTS = ("fully-sharded", "data-parallel")
-"""Baselines that are given, with a note, where no plan of the search runs as planned."""
+_LAST_RESORTS = ("fully-sharded", "data-parallel", "fsdp-tp")
+"""Baselines that are given, with a note, where the search finds no plan in time, or none that runs as planned."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -164,7 +164,8 @@ def verified_plan(
     """Return the plan of `PlanningSession.plan`, or the next best that runs as planned, with its verification.
 
     A plan that does not run as planned is left out, with all plans on its mesh in its number of micro-batches and
-    checkpointing mode. Where none of them runs, the plan is that of a baseline, and a note says so.
+    checkpointing mode. Where none of them runs, or time is up before one is found, the plan is that of a baseline, and
+    a note says so.
 
     Args:
         session: the model, the cluster and the job.
@@ -176,7 +177,14 @@ def verified_plan(
     Raises:
         PlannerError: as `PlanningSession.plan`. `RunError`: no plan was found that runs as planned.
     """
-    plan: ShardingPlan | None = session.plan(planner=planner, mesh=mesh, memory_bytes=memory_bytes, tolerance=tolerance)
+    plan: ShardingPlan | None = None
+    late: SolverError | None = None
+    try:
+        plan = session.plan(planner=planner, mesh=mesh, memory_bytes=memory_bytes, tolerance=tolerance)
+    except SolverError as error:
+        if planner != "ilp":
+            raise
+        late = error
     failures: dict[RunKey, PlanError] = {}
     while plan is not None:
         try:
@@ -193,20 +201,23 @@ def verified_plan(
             excluded=frozenset(failures),
         )
     if planner == "ilp":
+        cause = late or next(iter(failures.values()))
         for name in _LAST_RESORTS:
             try:
                 plan = session.plan_if_any(planner=name, mesh=mesh, memory_bytes=memory_bytes)
                 if plan is not None:
-                    return _with_verification(session, _as_last_resort(plan, name, failures))
+                    return _with_verification(session, _as_last_resort(plan, name, cause))
             except PlannerError:
                 continue
-    raise _no_plan_runs(failures)
+    raise _no_plan_runs(failures) if late is None else late
 
 
-def _as_last_resort(plan: ShardingPlan, name: str, failures: Mapping[RunKey, PlanError]) -> ShardingPlan:
+def _as_last_resort(plan: ShardingPlan, name: str, cause: PlannerError) -> ShardingPlan:
     """Return a baseline's plan with a note on why it is given."""
-    first = next(iter(failures.values()))
-    note = f"this is the plan of {name}: faster plans were found, and do not run as planned. {first.detail}"
+    if isinstance(cause, SolverError):
+        note = f"this is the plan of {name}, as the search found none in time: {cause}"
+    else:
+        note = f"this is the plan of {name}: faster plans were found, and do not run as planned. {cause.detail}"
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 

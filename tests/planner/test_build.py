@@ -9,9 +9,12 @@ from support.executor_cases import make_model
 from torch import nn
 
 from planner.build import build_plan, verified_plan
-from planner.errors import RunError
+from planner.errors import RunError, SolverError
 from planner.plan.estimate import Verification
 from planner.plan.sharding_plan import ShardingPlan
+from planner.pricing.run_spec import Run
+from planner.run.baselines import Restriction
+from planner.run.run_planner import RunPlanner
 from planner.session import PlanningSession
 from planner.verification import verify_plan
 
@@ -91,7 +94,7 @@ def test_three_failures_are_an_error_that_names_the_first(
         verified_plan(session)
     assert raised.value.exit_code == 4
     assert raised.value.module == "model.layers.0"
-    assert len(tried) == 5, "the baselines are tried last"
+    assert len(tried) == 6, "the baselines are tried last"
 
 
 @pytest.mark.usefixtures("no_local_modules")
@@ -112,6 +115,30 @@ def test_a_baseline_is_given_with_a_note_where_no_plan_of_the_search_runs(
     assert plan.solver is not None
     assert plan.solver.name == "fully-sharded"
     assert any("faster plans were found, and do not run as planned" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("planner", ["ilp", "fully-sharded"])
+def test_a_baseline_is_given_where_the_search_finds_no_plan_in_time(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch, planner: str
+) -> None:
+    """One that was asked for has no other in its place."""
+    solve = RunPlanner.solve
+
+    def late(self: RunPlanner, run: Run, restriction: Restriction | None, **limits: Any) -> Any:
+        if restriction is None or planner != "ilp":
+            raise SolverError("no assignment was found in 0.1 s.", what_to_do="Try again with a larger time limit.")
+        return solve(self, run, restriction, **limits)
+
+    monkeypatch.setattr(RunPlanner, "solve", late)
+    if planner != "ilp":
+        with pytest.raises(SolverError, match="larger time limit"):
+            verified_plan(session, planner=planner, mesh="dp=2,tp=2")
+        return
+    plan = verified_plan(session, mesh="dp=2,tp=2")
+    assert plan.solver is not None
+    assert plan.solver.name == "fully-sharded"
+    (note,) = [note for note in plan.notes if "found none in time" in note]
+    assert note.endswith("no assignment was found in 0.1 s. Try again with a larger time limit.")
 
 
 @pytest.mark.usefixtures("no_local_modules")
