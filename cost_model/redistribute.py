@@ -28,6 +28,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, divides, format_layout, sharded_dim, split_factor
+from cost_model.layouts.uneven import Rounded, piece_numel, shards_once
 
 RedistributionCollective = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 """The collectives of redistributions: those of ``CollectiveKind`` that change a layout."""
@@ -116,7 +117,8 @@ def _edges_from(layout: Layout, ndim: int, mesh_shape: Sequence[int]) -> Iterato
 class _LayoutGraph:
     """The layouts of a tensor and the steps between them.
 
-    Shapes share one graph if the same sets of axes divide their dims evenly.
+    Shapes share one graph if the same sets of axes divide their dims evenly, and the same dims are rounded up. Such a
+    dim is sharded by one axis at most, and no all-to-all moves a split to or from it.
 
     Attributes:
         layouts: every layout; its index is the layout's number.
@@ -124,14 +126,15 @@ class _LayoutGraph:
         texts: text of each layout, by number; texts break ties between paths of equal cost.
     """
 
-    def __init__(self, shape: Sequence[int], mesh_shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: Sequence[int], mesh_shape: tuple[int, ...], rounded: Rounded) -> None:
         self._shape = tuple(shape)
+        self._rounded = rounded
         self._mesh_shape = mesh_shape
         options = (Replicate(), Partial(), *(Shard(d) for d in range(len(shape))))
         layouts = [
             layout
             for layout in itertools.product(options, repeat=len(mesh_shape))
-            if divides(shape, layout, mesh_shape)
+            if divides(shape, layout, mesh_shape) and shards_once(shape, layout, rounded)
         ]
         self.layouts: list[Layout] = layouts
         self.numbers = {layout: number for number, layout in enumerate(layouts)}
@@ -145,8 +148,14 @@ class _LayoutGraph:
                 _Edge(kind=kind, axis=axis, divisor=divisor, target=self._number(after))
                 for kind, axis, divisor, after in _edges_from(layout, len(self._shape), self._mesh_shape)
                 if divides(self._shape, after, self._mesh_shape)
+                and shards_once(self._shape, after, self._rounded)
+                and not (kind == "all_to_all" and self._moves_rounded(layout[axis], after[axis]))
             )
         return self._edges[layout]
+
+    def _moves_rounded(self, before: Placement, after: Placement) -> bool:
+        dims = (sharded_dim(before), sharded_dim(after))
+        return any(dim is not None and self._shape[dim] in self._rounded for dim in dims)
 
     def _number(self, layout: Layout) -> int:
         if layout not in self.numbers:
@@ -179,10 +188,11 @@ class _PathEnd:
 class RedistributionPlanner:
     """Cheapest redistributions on one mesh, cached by shape; the search is Dijkstra's, over whole layouts."""
 
-    def __init__(self, mesh_shape: Sequence[int], price_step: PriceStep) -> None:
+    def __init__(self, mesh_shape: Sequence[int], price_step: PriceStep, rounded: Rounded | None = None) -> None:
         self._mesh_shape = tuple(mesh_shape)
         self._price_step = price_step
-        self._graphs: dict[tuple[tuple[bool, ...], ...], _LayoutGraph] = {}
+        self._rounded: Rounded = rounded or {}
+        self._graphs: dict[tuple[tuple[object, ...], ...], _LayoutGraph] = {}
         self._path_ends: dict[tuple[tuple[int, ...], int, Layout], dict[Layout, _PathEnd]] = {}
         self._paths: dict[tuple[tuple[int, ...], int, Layout, Layout], Redistribution | None] = {}
         self._prices: dict[tuple[StepKind, int, int], float] = {}
@@ -236,9 +246,17 @@ class RedistributionPlanner:
             before = last.before
             assert before is not None
             nbytes = whole // edge.divisor if edge.divisor else 0
+            if nbytes and any(length in self._rounded for length in shape):
+                nbytes = itemsize * self._buffer_numel(shape, edge, before, layout)
             steps.append(RedistributionStep(kind=edge.kind, axis=edge.axis, nbytes=nbytes, before=before, after=layout))
             layout, last = before, ends[before]
         return Redistribution(steps=tuple(reversed(steps)), time_s=end.time_s)
+
+    def _buffer_numel(self, shape: tuple[int, ...], edge: _Edge, before: Layout, after: Layout) -> int:
+        """Return the elements of a step's buffer where dims are rounded up: collectives pad pieces to the largest."""
+        pieces = self._mesh_shape[edge.axis] if edge.kind in ("all_gather", "reduce_scatter") else 1
+        layout = after if edge.kind == "reduce_scatter" else before
+        return pieces * piece_numel(shape, layout, self._mesh_shape, self._rounded)
 
     def _ends_from(self, shape: tuple[int, ...], itemsize: int, source: Layout) -> dict[Layout, _PathEnd]:
         key = (shape, itemsize, source)
@@ -248,9 +266,10 @@ class RedistributionPlanner:
         return ends
 
     def _graph(self, shape: tuple[int, ...]) -> _LayoutGraph:
-        key = tuple(_even_subsets(length, self._mesh_shape) for length in shape)
+        evens = tuple(_even_subsets(length, self._mesh_shape) for length in shape)
+        key = evens, tuple(length in self._rounded for length in shape)
         if key not in self._graphs:
-            self._graphs[key] = _LayoutGraph(shape, self._mesh_shape)
+            self._graphs[key] = _LayoutGraph(shape, self._mesh_shape, self._rounded)
         return self._graphs[key]
 
     def _cost(self, edge: _Edge, whole: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from cost_model.collectives.price import axis_group, dispatched_collective_time_
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec, divides, sharded_dim
+from cost_model.layouts.uneven import rounded_length
 from cost_model.redistribute import NoPathError, RedistributionPlanner, RedistributionStep
 from executor.resolve.token_order import ZigzagPermutation
 from executor.torch_internals import dtensor as torch_internals
@@ -67,7 +69,7 @@ class Redistributor:
         mesh_spec: MeshSpec,
         zigzag: ZigzagPermutation | None = None,
         *,
-        runs_uneven: bool = False,
+        uneven_lengths: AbstractSet[int] | None = frozenset(),
     ) -> None:
         """Create the redistributor of one mesh.
 
@@ -76,8 +78,9 @@ class Redistributor:
             cluster: its prices decide which path of collectives is the cheapest.
             mesh_spec: names and sizes of the axes of ``device_mesh``, for the prices.
             zigzag: the permutation of tokens into zigzag order; None: sequences stay in natural order.
-            runs_uneven: whether DTensor redistributes tensors that a layout does not divide, which have no price here.
-                If not, they raise ``NoPathError``.
+            uneven_lengths: lengths of dims that one axis may shard unevenly, where they are long enough for
+                `rounded_length`. None: any axes may shard any dim so, and DTensor redistributes such tensors, which
+                have no price here. Other uneven shards raise ``NoPathError``.
         """
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
@@ -86,18 +89,31 @@ class Redistributor:
 
         self.device_mesh = device_mesh
         self.zigzag = zigzag
-        self._runs_uneven = runs_uneven
+        longer = {n: rounded_length(n, cluster.devices_per_node, cluster.size) for n in uneven_lengths or ()}
+        self._longer = {length: rounded for length, rounded in longer.items() if rounded != length}
+        self._runs_any = uneven_lengths is None
         self._mesh_shape = mesh_spec.shape
         self._coordinate = device_mesh.get_coordinate() or [0] * len(mesh_spec.shape)
-        self._paths = RedistributionPlanner(mesh_spec.shape, price_step)
+        rounded = {longer: length for length, longer in self._longer.items()}
+        self._paths = RedistributionPlanner(mesh_spec.shape, price_step, rounded)
 
     @classmethod
-    def from_plan(cls, device_mesh: DeviceMesh, plan: ShardingPlan) -> Redistributor:
-        """Return the redistributor of ``plan``; a hand-written plan without a cluster is priced on toy devices."""
+    def from_plan(
+        cls, device_mesh: DeviceMesh, plan: ShardingPlan, uneven_lengths: AbstractSet[int] = frozenset()
+    ) -> Redistributor:
+        """Return the redistributor of ``plan``; a hand-written plan without a cluster is priced on toy devices.
+
+        Args:
+            device_mesh: the mesh on which redistributions run.
+            plan: the plan.
+            uneven_lengths: lengths of dims that a plan of the planner may shard unevenly; one written by hand, any.
+        """
         fields = dict(plan.cluster)
         cluster = ClusterSpec.from_dict(fields) if fields else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
         zigzag = ZigzagPermutation.from_plan(plan)
-        return cls(device_mesh, cluster, plan.mesh.spec, zigzag, runs_uneven=plan.solver is None)
+        return cls(
+            device_mesh, cluster, plan.mesh.spec, zigzag, uneven_lengths=None if plan.solver is None else uneven_lengths
+        )
 
     @property
     def replicated(self) -> Layout:
@@ -114,6 +130,7 @@ class Redistributor:
 
     def even(self, layout: Layout, shape: Sequence[int]) -> Layout:
         """Return ``layout`` with `Replicate` on each axis that does not divide its dim of ``shape``."""
+        shape = self._rounded(shape)
         if divides(shape, layout, self._mesh_shape):
             return layout
         result = list(self.replicated)
@@ -159,7 +176,7 @@ class Redistributor:
 
     def is_uneven(self, tensor: DTensor, layout: Layout | None = None) -> bool:
         """Return whether ``tensor`` has uneven shards, in its own layout or in ``layout``, and this mesh may run it."""
-        if not self._runs_uneven:
+        if not self._runs_any and self._longer.keys().isdisjoint(tensor.shape):
             return False
         layouts = (tuple(tensor.placements), *(() if layout is None else (layout,)))
         return not all(divides(tensor.shape, each, self._mesh_shape) for each in layouts)
@@ -189,7 +206,7 @@ class Redistributor:
         The function waits for the last collective.
         """
         shape = tuple(tensor.shape)
-        if self.is_uneven(tensor, target):
+        if self._runs_any and self.is_uneven(tensor, target):
             uneven = self._redistributed_by_dtensor(tensor, target)
             return lambda: uneven
         local = self._run_steps(local_of(tensor), shape, tuple(tensor.placements), target)
@@ -221,8 +238,8 @@ class Redistributor:
         reduced = tuple(
             Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, end, strict=True)
         )
-        for step in self._paths.path(shape, local.element_size(), start, reduced).steps:
-            local = self._run_step(waited(local), step)
+        for step in self._paths.path(self._rounded(shape), local.element_size(), start, reduced).steps:
+            local = self._run_step(waited(local), step, shape)
         for axis, (a, b) in enumerate(zip(reduced, end, strict=True)):
             if a != b and self._coordinate[axis] != 0:
                 local = torch.zeros_like(local)
@@ -232,18 +249,25 @@ class Redistributor:
         # On an axis of one rank all placements are the same.
         return tuple(Replicate() if n == 1 else place for place, n in zip(layout, self._mesh_shape, strict=True))
 
-    def _run_step(self, local: torch.Tensor, step: RedistributionStep) -> torch.Tensor:
+    def _rounded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return ``shape`` with the lengths that may be sharded unevenly rounded up to what the axes divide."""
+        return tuple([self._longer.get(length, length) for length in shape])
+
+    def _run_step(self, local: torch.Tensor, step: RedistributionStep, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the local tensor of a tensor of ``shape`` after one step; a collective pads pieces to the largest."""
         before, after = step.before[step.axis], step.after[step.axis]
         size, index = self._mesh_shape[step.axis], self._coordinate[step.axis]
         origin, target = sharded_dim(before), sharded_dim(after)
         if step.kind == "slice":
             assert target is not None
-            length = local.shape[target] // size
-            return local.narrow(target, index * length, length)
+            return _chunk(local, target, size, index)
         group = self.device_mesh.get_group(step.axis)
         if step.kind == "all_gather":
             assert origin is not None
-            return torch_internals.all_gather(local, origin, group)
+            if shape[origin] not in self._longer:
+                return torch_internals.all_gather(local, origin, group)
+            gathered = torch_internals.all_gather(_padded(local, origin, -(-shape[origin] // size)), origin, group)
+            return waited(gathered).narrow(origin, 0, shape[origin])
         if step.kind == "all_to_all":
             assert origin is not None
             assert target is not None
@@ -255,7 +279,13 @@ class Redistributor:
         reduce_op = "sum" if average else reduce_op
         if step.kind == "reduce_scatter":
             assert target is not None
-            local = torch_internals.reduce_scatter(local, target, reduce_op, group)
+            length = shape[target]
+            if length not in self._longer:
+                local = torch_internals.reduce_scatter(local, target, reduce_op, group)
+            else:
+                piece = -(-length // size)
+                longest = torch_internals.reduce_scatter(_padded(local, target, piece * size), target, reduce_op, group)
+                local = waited(longest).narrow(target, 0, min(piece, max(length - index * piece, 0)))
         else:
             local = torch_internals.all_reduce(local, reduce_op, group)
         return waited(local) / size if average else local
@@ -278,6 +308,24 @@ class Redistributor:
             return self.to_layout(source, layout)
         result: DTensor = run_function(_Redistribute, source, self, layout, grad_layout)
         return result
+
+
+def _chunk(local: torch.Tensor, dim: int, pieces: int, index: int) -> torch.Tensor:
+    """Return one of ``pieces`` pieces of a tensor, equal ones but for the last ones, as `torch.chunk` makes them."""
+    length = local.shape[dim]
+    piece = -(-length // pieces)
+    start = min(index * piece, length)
+    return local.narrow(dim, start, min(piece, length - start))
+
+
+def _padded(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Return ``local`` with zeros behind its elements along ``dim``, up to ``length``."""
+    missing = length - local.shape[dim]
+    return local if not missing else torch.cat([local, local.new_zeros(_with_length(local.shape, dim, missing))], dim)
+
+
+def _with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    return [length if d == dim else other for d, other in enumerate(shape)]
 
 
 class _Redistribute(torch.autograd.Function):

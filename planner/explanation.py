@@ -178,10 +178,10 @@ class _Subject:
 def _alternatives(
     context: PricingContext, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
 ) -> Iterator[Alternative]:
-    mesh = context.plan_contents.run.mesh.shape
+    mesh, rounded = context.plan_contents.run.mesh.shape, context.search.model.graph.rounded
     options: list[tuple[Aspect, Layout, bool]] = [
         ("stored", layout, layout == decision.stored[subject.index].stored)
-        for layout in stored_layouts(subject.value, mesh, _computed(context, subject))
+        for layout in stored_layouts(subject.value, mesh, _computed(context, subject), rounded)
     ]
     options += [("computed", layout, layout == subject.computed(decision)) for layout in _computed(context, subject)]
     for aspect, layout, chosen in options:

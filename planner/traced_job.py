@@ -23,6 +23,7 @@ from planner.graph.trace_module import (
     resolve_inputs,
     trace_at_batch,
 )
+from planner.graph.uneven_lengths import with_rounded_lengths
 from planner.model_rewrites.fuse_projections import styles_with_fused
 from planner.plan.checks import check_mesh
 from planner.plan.job import Checkpointing, job_of
@@ -177,7 +178,7 @@ class TracedJob:
 
     def _run_planner(self, flash_attention: bool) -> RunPlanner:
         analysis = ModelAnalysis.from_module(
-            self._module,
+            with_rounded_lengths(self._module, self.cluster),
             flash_attention=flash_attention,
             seq=self.spec.seq,
             compiles=self.cluster.device.compiles,

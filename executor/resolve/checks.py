@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
+from cost_model.layouts.uneven import may_be_uneven
 from planner.errors import (
     EmptyPathError,
     KeyConflictError,
@@ -171,13 +172,39 @@ def chunks(ndim: int, layout: Layout) -> bool:
     )
 
 
+def uneven_lengths(module: nn.Module, layouts: Mapping[str, Mapping[str, Layout]], mesh: PlanMesh) -> frozenset[int]:
+    """Return the lengths that a plan may shard unevenly: of parameters' dims that a layout does not divide, and of
+    vocabularies, which activations have as well.
+
+    Args:
+        module: the module.
+        layouts: field of the plan -> parameter FQN -> layout.
+        mesh: the plan's mesh.
+    """
+    tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    lengths = {len(table) for table in tables if may_be_uneven(len(table), mesh.size)}
+    for by_name in layouts.values():
+        for fqn, layout in by_name.items():
+            shape = tuple(module.get_parameter(fqn).shape)
+            counts = shard_counts(layout, mesh.shape, len(shape))
+            lengths.update(length for length, count in zip(shape, counts, strict=True) if length % count)
+    return frozenset(lengths)
+
+
 def uneven_parameters(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
     """Return the FQNs of the parameters that ``plan`` may shard in uneven chunks.
 
     The executor runs such chunks in plans that the planner did not write. Grouped experts, the fused ops and FSDP
     groups need equal shards.
     """
-    if plan.solver is not None or plan.job.fused_ops:
+    if plan.solver is not None:
+        return frozenset(
+            f"{fqn}.{name}" if fqn else name
+            for fqn, part in module.named_modules(remove_duplicate=False)
+            for name, parameter in part._parameters.items()
+            if parameter is not None and parameter.dim() and may_be_uneven(len(parameter), plan.mesh.size)
+        )
+    if plan.job.fused_ops:
         return frozenset()
     experts = {part for part, _ in experts_in(module)}
     in_groups = {

@@ -17,6 +17,7 @@ from executor.resolve.checks import (
     check_mesh,
     check_outside_sharders,
     check_sharders,
+    uneven_lengths,
     uneven_parameters,
 )
 from executor.resolve.fsdp_groups import FsdpGroup, resolve_fsdp_groups
@@ -50,6 +51,7 @@ class ResolvedPlan:
         sharders: module FQN -> the Sharder that replaces the module.
         compute_dtype: dtype of parameters at use.
         reduce_dtype: dtype in which gradients accumulate and are reduced.
+        uneven_lengths: lengths of dims that may be sharded unevenly.
     """
 
     plan: ShardingPlan
@@ -63,6 +65,7 @@ class ResolvedPlan:
     sharders: Mapping[str, Sharder]
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    uneven_lengths: frozenset[int] = frozenset()
 
     def sharded_parts(self, root: nn.Module) -> tuple[nn.Module, ...]:
         """Return the modules in ``root`` that own a parameter of the plan, or whose tensors the plan lays out."""
@@ -171,4 +174,5 @@ def resolve_plan(
         sharders={fqn: sharders[name] for fqn, name in sharder_names.items()},
         compute_dtype=_DTYPES[plan.job.dtype],
         reduce_dtype=_DTYPES[plan.job.reduce_dtype],
+        uneven_lengths=uneven_lengths(module, layouts_by_field, plan.mesh),
     )

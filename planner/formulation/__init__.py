@@ -7,6 +7,7 @@ FLOPs of the model in a step                      model_flops.model_flops
 the host's time to dispatch a step                host_time.host_s
 FSDP groups in the problem                        fsdp_variables
 uses of parameters that share a copy              parameter_copies
+tensors that are saved for the backward           saved_tensors
 restrictions of choices                           choice_filters
 ties between equal costs                          tie_break.break_ties
 """

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import MeshSpec
 from planner.formulation.decision import Decision
-from planner.formulation.formulate import Formulator, saves_producer_layout
+from planner.formulation.formulate import Formulator
 from planner.formulation.host_time import host_s
 from planner.formulation.model_flops import model_flops
+from planner.formulation.saved_tensors import saves_producer_layout
 from planner.graph.op_graph import Value
 from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Kind
 from planner.ilp.step_cost import Totals, exposed_once_s, live_bytes, peak_bytes, phase_time_s, step_time_s

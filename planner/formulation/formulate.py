@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from cost_model import reserve_by_role
 from cost_model.layouts.layout import Layout
+from cost_model.layouts.uneven import Rounded
 from planner.formulation.choice_filters import Accepts, AcceptsStored, ChoiceFilter
 from planner.formulation.fsdp_variables import FsdpVariables
 from planner.formulation.parameter_copies import is_saved, same_layout_edges
+from planner.formulation.saved_tensors import charge_saved_tensors, consumed_value
 from planner.graph.op_graph import Value
 from planner.ilp.problem import Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.ilp.quantities import PASSES, Charge, persistent
@@ -32,11 +34,6 @@ from planner.regions.regions import RegionGraph
 from planner.strategies.context_parallel_order import allows_zigzag, zigzag_edges, zigzag_length
 from planner.strategies.enumerate import Strategy, StrategyTable
 from planner.strategies.sliced_parameters import slices_parameters
-
-
-def saves_producer_layout(source: PortLayouts, target: PortLayouts) -> bool:
-    """Return whether autograd saves the tensor in the producer's layout, not a redistributed copy."""
-    return source.layout == target.layout or target.reallgather
 
 
 @dataclass(slots=True)
@@ -194,7 +191,9 @@ class Formulator:
         used = {s.forward[slot] for index, slot in parameter.uses for s in strategies[index]}
         layouts = [
             layout
-            for layout in stored_layouts(value, self._mesh, sorted((u for u in used if u is not None), key=str))
+            for layout in stored_layouts(
+                value, self._mesh, sorted((u for u in used if u is not None), key=str), self.rounded
+            )
             if accepts is None or accepts(value, names, layout)
         ]
         ports = {(s.forward[slot], s.gradient[slot]) for index, slot in parameter.uses for s in strategies[index]}
@@ -202,6 +201,11 @@ class Formulator:
         choices = storage_options(value, layouts, self.pricer.run, natural, parameter.is_used_again)
         # A parameter in an FSDP group has one layout in use. The option goes if no strategy has that layout.
         return tuple(c for c in choices if c.fsdp_axes is None or fsdp_use_layouts(c) in ports)
+
+    @property
+    def rounded(self) -> Rounded:
+        """Lengths of dims that are rounded up (`OpGraph.rounded`)."""
+        return self._structure.regions.graph.rounded
 
     def value_of(self, parameter: ParameterClass) -> Value:
         """Return one of the equal parameters of a class."""
@@ -268,13 +272,18 @@ class Formulator:
     def _charge_redistributions(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
         ports, pricer = self._ports, self.pricer
         for multiplicity in self._structure.redistributions:
-            exchanged = pricer.redistributed_tensor(self._value(multiplicity), self.adjacent_gemms(multiplicity))
+            exchanged = pricer.redistributed_tensor(
+                consumed_value(self._structure, multiplicity), self.adjacent_gemms(multiplicity)
+            )
             for p, q, members in pairs_on(edges, multiplicity.edges):
                 price = pricer.redistribution_pricer.both_ways(exchanged, p, q)
                 if price is not None:
                     charges.add(members, price.charge, multiplicity.count)
         for multiplicity in self._structure.recomputed_redistributions:
-            value, adjacent = self._value(multiplicity), self.recomputed_adjacent_gemms(multiplicity)
+            value, adjacent = (
+                consumed_value(self._structure, multiplicity),
+                self.recomputed_adjacent_gemms(multiplicity),
+            )
             for p, q, members in pairs_on(edges, multiplicity.edges):
                 if ports.port(p).layout != ports.port(q).layout:
                     price = pricer.recomputed_redistribution(
@@ -282,45 +291,7 @@ class Formulator:
                     )
                     charges.add(members, price.charge)
         if pricer.run.job.has_peak_candidates:
-            self._charge_copies(edges, charges)
-
-    def _charge_copies(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
-        ports, live_bytes, throughout = self._ports, self.pricer.live_bytes, self._structure.timeline.throughout
-        for multiplicity in self._structure.saved_tensors:
-            value = self._value(multiplicity)
-            by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
-            for p, q, members in pairs_on(edges, multiplicity.edges):
-                source, target = ports.port(p), ports.port(q)
-                if source.layout is not None and (
-                    multiplicity.in_producer_layout or saves_producer_layout(source, target)
-                ):
-                    by_layout[source.layout] += members
-            for layout, pairs in by_layout.items():
-                charges.add(tuple(pairs), live_bytes(value, layout, multiplicity, throughout).charge)
-        for multiplicity in self._structure.saved_copies:
-            value = self._value(multiplicity)
-            copies: dict[int, Charge] = {}
-            for p, q, members in pairs_on(edges, multiplicity.edges):
-                source, target = ports.port(p), ports.port(q)
-                if target.layout is not None and source.layout != target.layout:
-                    if q not in copies:
-                        copies[q] = live_bytes(
-                            value, target.layout, multiplicity, throughout, reallgather=target.reallgather
-                        ).charge
-                    charges.add(members, copies[q])
-        for multiplicity in self._structure.shared_gradients:
-            value = self._value(multiplicity)
-            by_layout = defaultdict(list)
-            for p, q, members in pairs_on(edges, multiplicity.edges):
-                gradient = ports.port(p).gradient
-                if gradient is not None and gradient != ports.port(q).gradient:
-                    by_layout[gradient] += members
-            for layout, pairs in by_layout.items():
-                charges.add(tuple(pairs), live_bytes(value, layout, multiplicity, throughout).charge)
-
-    def _value(self, multiplicity: Multiplicity) -> Value:
-        key = self._structure.edges[multiplicity.edges[0]]
-        return self._structure.representative(key.consumer).slots[key.consumer_slot].value
+            charge_saved_tensors(self._structure, pricer.live_bytes, ports, edges, charges)
 
     # --- parameters ----------------------------------------------------------------------------------------------
 

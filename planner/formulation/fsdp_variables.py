@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_model.layouts.layout import split_factor
+from cost_model.layouts.uneven import piece_numel
 from planner.graph.op_graph import Value
 from planner.ilp.problem import Edge, Node
 from planner.ilp.quantities import Charge
@@ -140,13 +140,15 @@ class FsdpVariables:
     def _sizes(self, block: FsdpGroup, position: int, choices: Sequence[StorageOption]) -> list[Size | None]:
         """Return, for each storage option of a parameter class, the `Size` that a block all-gathers; None: no group."""
         value = self._value(self._structure.parameters[position])
-        nbytes = block.parameter_counts[position] * value.nbytes
+        rounded = self._structure.regions.graph.rounded
+        nbytes = block.parameter_counts[position] * value.dtype.itemsize
 
         def size(choice: StorageOption) -> Size | None:
             axes = choice.fsdp_axes
             if axes is None:
                 return None
-            gathered = nbytes * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh)
+            piece = piece_numel(value.shape, choice.stored, self._mesh, rounded)
+            gathered = nbytes * math.prod(self._mesh[a] for a in axes) * piece
             reduced = gathered // value.dtype.itemsize if value.requires_grad else 0
             return axes, GroupSizes(gathered_nbytes=gathered, reduced=reduced)
 

@@ -85,7 +85,8 @@ def _tidier(
     choice_charge = _parameter_charge(formulator, parameter, choice, decision)
     value = formulator.value_of(parameter)
     for layout in sorted(
-        stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]
+        stored_layouts(value, formulator.pricer.run.mesh.shape, (), formulator.rounded),
+        key=lambda layout: [str(p) for p in layout],
     ):
         accumulated = layout if choice.accumulated == choice.stored else choice.accumulated
         other = StorageOption(stored=layout, accumulated=accumulated, fsdp_axes=choice.fsdp_axes)

@@ -55,7 +55,7 @@ def _possible(
     """Return whether a parameter class can be stored as ``option`` under the strategies of ``decision``."""
     parameter = structure.parameters[position]
     in_group = any(position in block.parameter_counts for block in structure.fsdp_groups)
-    layouts = stored_layouts(formulator.value_of(parameter), formulator.pricer.run.mesh.shape)
+    layouts = stored_layouts(formulator.value_of(parameter), formulator.pricer.run.mesh.shape, (), formulator.rounded)
     if not in_group or option.stored not in layouts:
         return False
     if formulator.parameter_price(parameter, option) is None:

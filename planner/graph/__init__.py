@@ -8,6 +8,7 @@ loops over the samples                  sample_loops
 modules that cannot be traced           opaque_trace, opaque_calls, sample_splits
 tensors that are filled in parts        overwritten.Overwritten
 caches of a decoder's layers            layer_caches
+vocabularies that no axis divides       uneven_lengths.with_rounded_lengths
 example inputs                          example_inputs.meta_inputs
 an op, run on given tensors             run_op.run_op
 """

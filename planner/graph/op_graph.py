@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import networkx as nx
@@ -244,6 +244,7 @@ class OpGraph:
         inputs: tensor arguments of the root module.
         outputs: tensors that the root module returns.
         parameters: parameter value -> its FQNs; a tied parameter has several.
+        rounded: length of a dim that is rounded up (`planner.graph.uneven_lengths`) -> its true length.
     """
 
     digraph: nx.MultiDiGraph[str]
@@ -252,6 +253,7 @@ class OpGraph:
     inputs: tuple[ModelInput, ...]
     outputs: tuple[ModelOutput, ...]
     parameters: Mapping[str, tuple[str, ...]]
+    rounded: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def ops(self) -> list[Op]:
@@ -359,9 +361,7 @@ def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
         )
         for op in graph.ops
     ]
-    values = {
-        name: replace(value, shape=scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()
-    }
+    values = {name: replace(v, shape=scaled(v.shape, traced_batch, batch)) for name, v in graph.values.items()}
     return replace(graph, digraph=build_digraph(ops), values=values)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, dispatched_collective_time_s
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec
+from cost_model.layouts.uneven import Rounded
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner.ilp.quantities import BACKWARD, FORWARD, LinkQuantities, PhaseQuantities
 from planner.plan.estimate import Phase
@@ -47,16 +48,18 @@ class RedistributionPricer:
 
     Attributes:
         ports: numbers of the ports between which tensors are redistributed.
+        rounded: lengths of dims that are rounded up (`OpGraph.rounded`).
     """
 
-    def __init__(self, mesh: MeshSpec, cluster: ClusterSpec) -> None:
+    def __init__(self, mesh: MeshSpec, cluster: ClusterSpec, rounded: Rounded | None = None) -> None:
         self.ports = PortNumbers()
+        self.rounded: Rounded = rounded or {}
         self._mesh = mesh
         self._cluster = cluster
         self._groups = [axis_group(mesh, name, cluster) for name in mesh.names]
         self._links = [link_of(group) for group in self._groups]
         self._overlap = Overlap.of(cluster.device)
-        self._paths = RedistributionPlanner(mesh.shape, self.time_s)
+        self._paths = RedistributionPlanner(mesh.shape, self.time_s, rounded)
         self._times_s: dict[tuple[CollectiveKind, int, int], float] = {}
         self._one_way: dict[tuple[object, ...], Price | None] = {}
         self._both_ways: dict[RedistributedTensor, dict[tuple[int, int], Price | None]] = {}

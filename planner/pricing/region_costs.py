@@ -143,7 +143,7 @@ class RegionPricer:
         return self._times[key]
 
     def _computed_op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
-        op, mesh_shape = region_op.op, self._run.mesh.shape
+        op, mesh_shape, rounded = region_op.op, self._run.mesh.shape, self._collectives.rounded
         slots = (*region_op.inputs, *region_op.outputs)
         global_nbytes = sum(region.slots[i].value.nbytes for i in slots) or 1
         local_nbytes = sum(self._memory.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in slots)
@@ -154,8 +154,8 @@ class RegionPricer:
             op=op,
             inputs=inputs,
             output=region.slots[output].value,
-            shapes=[shard_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)],
-            output_shape=shard_shape(region.slots[output].value, strategy.forward[output], mesh_shape),
+            shapes=[shard_shape(v, layout, mesh_shape, rounded) for v, layout in zip(inputs, layouts, strict=True)],
+            output_shape=shard_shape(region.slots[output].value, strategy.forward[output], mesh_shape, rounded),
             profile=self._profile.ops[op.name],
             bytes_fraction=local_nbytes / global_nbytes,
             flops_split=work_split([strategy.forward[i] for i in slots], mesh_shape),

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, divides, replicated, sharded_dim, split_factor
+from cost_model.layouts.uneven import Rounded, shards_once
 from planner.graph.op_graph import Value
 from planner.pricing.run_spec import Run
 
@@ -55,12 +56,15 @@ def fsdp_use_layouts(option: StorageOption) -> tuple[Layout, Layout | None] | No
     return in_use(stored, Replicate()), None if accumulated is None else in_use(accumulated, Partial())
 
 
-def stored_layouts(value: Value, mesh_shape: Sequence[int], compute_layouts: Iterable[Layout] = ()) -> list[Layout]:
+def stored_layouts(
+    value: Value, mesh_shape: Sequence[int], compute_layouts: Iterable[Layout] = (), rounded: Rounded | None = None
+) -> list[Layout]:
     """Return every layout in which a parameter can be stored: replicated or evenly sharded on each axis.
 
     Args:
         compute_layouts: layouts in which ops use the parameter. Strided shards among their placements can be stored as
             well, because no redistribution leads to a strided shard.
+        rounded: lengths of dims that are rounded up (`OpGraph.rounded`).
     """
     strided = dict.fromkeys(place for layout in compute_layouts for place in layout if isinstance(place, _StridedShard))
     layouts: list[Layout] = [()]
@@ -70,7 +74,11 @@ def stored_layouts(value: Value, mesh_shape: Sequence[int], compute_layouts: Ite
             placements += [*(Shard(dim) for dim in range(len(value.shape))), *strided]
         layouts = [(*layout, placement) for layout in layouts for placement in placements]
     possible = [
-        layout for layout in layouts if divides(value.shape, layout, mesh_shape) and not _mixes_strided_shards(layout)
+        layout
+        for layout in layouts
+        if divides(value.shape, layout, mesh_shape)
+        and not _mixes_strided_shards(layout)
+        and shards_once(value.shape, layout, rounded or {})
     ]
     return possible or [replicated(len(mesh_shape))]
 

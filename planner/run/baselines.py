@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, MeshSpec, divides, sharded_dim
+from cost_model.layouts.uneven import Rounded, shards_once
 from planner.errors import BaselineError
 from planner.formulation.choice_filters import Accepts, AcceptsStored
 from planner.graph.op_graph import OpGraph, Value
@@ -97,7 +98,7 @@ def restriction_of(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None,
         return megatron(mesh, tp_plan, graph, fsdp=name == "fsdp-tp")
     if name in ("ddp", "data-parallel"):
         return data_parallel(mesh)
-    return fully_sharded(mesh, replicas=name == "hsdp")
+    return fully_sharded(mesh, graph.rounded, replicas=name == "hsdp")
 
 
 def _axes(mesh: MeshSpec) -> list[int]:
@@ -114,11 +115,12 @@ def data_parallel(mesh: MeshSpec) -> Restriction:
     )
 
 
-def fully_sharded(mesh: MeshSpec, *, replicas: bool = False) -> Restriction:
+def fully_sharded(mesh: MeshSpec, rounded: Rounded | None = None, *, replicas: bool = False) -> Restriction:
     """Return the restriction to FSDP: stored layouts shard the first dim that all sharding axes divide evenly.
 
     Args:
         mesh: the mesh to plan on.
+        rounded: lengths of dims that are rounded up (`OpGraph.rounded`).
         replicas: whether the outermost axis holds replicas (HSDP): it splits the batch, and shards no parameter.
 
     Raises:
@@ -133,15 +135,15 @@ def fully_sharded(mesh: MeshSpec, *, replicas: bool = False) -> Restriction:
     sharding = [axis for axis in axes if axis > 0] if replicas else axes
     return Restriction(
         accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
-        accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, sharding),
+        accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, sharding, rounded or {}),
     )
 
 
-def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
+def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int], rounded: Rounded) -> Layout:
     """Return the layout that shards the first dim that all ``axes`` divide evenly; replicated if none does."""
     for dim in range(len(value.shape)):
         layout: Layout = tuple(Shard(dim) if axis in axes else R for axis in range(len(mesh.shape)))
-        if divides(value.shape, layout, mesh.shape):
+        if divides(value.shape, layout, mesh.shape) and shards_once(value.shape, layout, rounded):
             return layout
     return tuple(R for _ in mesh.shape)
 
@@ -180,12 +182,14 @@ def megatron(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph, *
         allowed = [placements[name] for name in names if name in placements]
         if mesh.shape[axis] > 1 and any(layout[axis] not in each for each in allowed):
             return False
-        return layout == _stored_beside(value, mesh, data_axes if fsdp else [], axis, layout[axis])
+        return layout == _stored_beside(value, mesh, data_axes if fsdp else [], axis, layout[axis], graph.rounded)
 
     return Restriction(accepts=accepts, accepts_stored=accepts_stored)
 
 
-def _stored_beside(value: Value, mesh: MeshSpec, axes: Sequence[int], tensor_axis: int, placement: Placement) -> Layout:
+def _stored_beside(
+    value: Value, mesh: MeshSpec, axes: Sequence[int], tensor_axis: int, placement: Placement, rounded: Rounded
+) -> Layout:
     """Return the layout with ``placement`` on the tensor-parallel axis that shards one dim over all of ``axes``.
 
     It is the first dim that divides evenly and that ``placement`` does not shard. If there is none, it is the dim that
@@ -197,7 +201,7 @@ def _stored_beside(value: Value, mesh: MeshSpec, axes: Sequence[int], tensor_axi
         layout = tuple(
             placement if axis == tensor_axis else Shard(dim) if axis in axes else R for axis in range(len(mesh.shape))
         )
-        if divides(value.shape, layout, mesh.shape):
+        if divides(value.shape, layout, mesh.shape) and shards_once(value.shape, layout, rounded):
             return layout
     return tuple(placement if axis == tensor_axis else R for axis in range(len(mesh.shape)))
 
@@ -223,7 +227,7 @@ def _block_placements(
                 placements[name] = (wanted if _splits(value, wanted, size) else R,)
             elif len(value.shape) == 2:
                 splits = tuple(Shard(dim) for dim in (0, 1) if _splits(value, Shard(dim), size))
-                # A vocabulary that does not divide leaves the head whole, as frameworks do that do not pad it.
+                # A short vocabulary that does not divide leaves the head whole.
                 may_be_whole = not splits or (block_of(name) is None and Shard(0) not in splits)
                 placements[name] = (*splits, *((R,) if may_be_whole else ()))
             elif len(value.shape) > 2 and block_of(name) is None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cost_model.layouts.uneven import Rounded
 from planner.plan.job import CheckpointingMode
 from planner.pricing.op_times import LocalOp, OpTimes
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.run.model_analysis import ModelAnalysis
+
+_FAST_ROWS = 64
+"""Rows of whose multiples GEMMs are no slower than of other numbers."""
 
 
 def least_compute_s(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> float:
@@ -55,7 +59,8 @@ def _unsplit_ops(
         inputs = [graph.values[name] for name in op.inputs]
         output = graph.values[op.outputs[0]]
         profile = profiles[op.name]
-        whole = times.op_time(LocalOp(op, inputs, output, [v.shape for v in inputs], output.shape, profile))
+        shapes = [_least_shape(v.shape, graph.rounded) for v in (*inputs, output)]
+        whole = times.op_time(LocalOp(op, inputs, output, shapes[:-1], shapes[-1], profile))
         least = times.least_fraction(op, inputs)
         forward_s, backward_s = least * whole.forward_s, least * whole.backward_s
         if not run.job.training:
@@ -64,6 +69,14 @@ def _unsplit_ops(
         mode = modes.get(op.name)
         recomputed = mode == "full" or (mode == "selective" and profile.flops == 0)
         yield op.name, forward_s, forward_s if recomputed else 0.0, backward_s
+
+
+def _least_shape(shape: tuple[int, ...], rounded: Rounded) -> tuple[int, ...]:
+    """Return ``shape`` with the lengths that are rounded up rounded down, to rows of which GEMMs run fast.
+
+    The pieces of a vocabulary may have such rows although the whole has not.
+    """
+    return tuple([rounded[length] // _FAST_ROWS * _FAST_ROWS if length in rounded else length for length in shape])
 
 
 def _planned_ops(model: ModelAnalysis, batch: int) -> set[str]:

@@ -74,7 +74,7 @@ class RunPlanner:
         self.job = job
         self.clock = clock
         self.cluster, self.batch = cluster, batch
-        self._table: StrategyTable = StrategyTable() if share_with is None else share_with._table
+        self._table: StrategyTable = StrategyTable(model.graph.rounded) if share_with is None else share_with._table
         self.model = model if share_with is not None else with_local_ops_marked(model, self._table)
         same_cluster = share_with is not None and share_with.cluster == cluster
         self._redistribution_pricers: dict[MeshSpec, RedistributionPricer] = (
@@ -214,7 +214,9 @@ class RunPlanner:
         if not peak:
             structure = structure.without_peak_candidates()
         if run.mesh not in self._redistribution_pricers:
-            self._redistribution_pricers[run.mesh] = RedistributionPricer(run.mesh, run.cluster)
+            self._redistribution_pricers[run.mesh] = RedistributionPricer(
+                run.mesh, run.cluster, self.model.graph.rounded
+            )
         pricer = ActivationPricer(
             run, self.model.profile(micro_batch), self._redistribution_pricers[run.mesh], self.op_times
         )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, divides
+from cost_model.layouts.uneven import Rounded, shards_once
 from planner.regions.regions import Region, find_op_inputs
 from planner.strategies.axis_strategies import AxisRules, AxisStrategy, batch_only_strategies, find_axis_strategies
 from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, quiet_dtensor
@@ -100,9 +101,14 @@ def canonical_size(size: int) -> int:
 
 
 class StrategyTable:
-    """The strategies of regions, enumerated once for each signature of a region."""
+    """The strategies of regions, enumerated once for each signature of a region.
 
-    def __init__(self) -> None:
+    Args:
+        rounded: lengths of dims that are rounded up (`OpGraph.rounded`).
+    """
+
+    def __init__(self, rounded: Rounded | None = None) -> None:
+        self._rounded: Rounded = rounded or {}
         self._rules: dict[tuple[tuple[int, ...], bool], DTensorRules] = {}
         self._outputs = GlobalOutputs()
         self._axis: dict[tuple[Hashable, int], tuple[AxisStrategy, ...]] = {}
@@ -166,7 +172,7 @@ class StrategyTable:
             forward = tuple(_layout([axis.forward[i] for axis in combination]) for i in range(len(shapes)))
             gradient = tuple(_layout([axis.gradient[i] for axis in combination]) for i in range(len(shapes)))
             if all(
-                layout is None or divides(shape, layout, mesh_shape)
+                layout is None or (divides(shape, layout, mesh_shape) and shards_once(shape, layout, self._rounded))
                 for shape, layout in zip(shapes, forward, strict=True)
             ) and all(axis_rules_combine(o.op, [forward[i] for i in o.inputs]) for o in base.ops):
                 strategies.append(Strategy(forward=forward, gradient=gradient))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Shard
 
-from cost_model.layouts.layout import Layout, shard_counts, split_factor
+from cost_model.layouts.layout import Layout, replicated, split_factor
+from cost_model.layouts.uneven import Rounded, piece_shape
 from planner.graph.op_graph import Op, Value, writes_plain
 from planner.model_rewrites import experts, fused_kernels, opaque_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel, reduction_rules
@@ -84,12 +85,19 @@ def _cross_entropy_collectives(
     )
 
 
-def shard_shape(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of one device's shard of ``value``; a plain value (layout None) is unsharded."""
-    if layout is None:
-        return value.shape
-    counts = shard_counts(layout, mesh_shape, len(value.shape))
-    return tuple(length // count for length, count in zip(value.shape, counts, strict=True))
+def shard_shape(
+    value: Value, layout: Layout | None, mesh_shape: Sequence[int], rounded: Rounded | None = None
+) -> tuple[int, ...]:
+    """Return the shape of one device's shard of ``value``; a plain value (layout None) is unsharded.
+
+    Args:
+        value: the tensor.
+        layout: its layout.
+        mesh_shape: sizes of the mesh axes.
+        rounded: lengths of dims that are rounded up (`OpGraph.rounded`); the result has their true pieces.
+    """
+    layout = replicated(len(mesh_shape)) if layout is None else layout
+    return piece_shape(value.shape, layout, mesh_shape, rounded or {})
 
 
 def work_split(layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> int:

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from cost_model.layouts.layout import Layout, format_layout, split_factor
+from cost_model.layouts.layout import Layout, format_layout
+from cost_model.layouts.uneven import piece_numel
 from planner.formulation.decision import Decision
 from planner.formulation.estimate import Item, collective_rows, items
 from planner.formulation.formulate import Formulator
@@ -210,11 +211,12 @@ class _Writer:
             value = graph.values[parameter.values[0]]
             trained = job.training and value.requires_grad
             itemsize = BYTES_PER_ELEMENT[job.stored_dtype] if trained else value.dtype.itemsize
-            one = value.nbytes // value.dtype.itemsize * itemsize // split_factor(choice.stored, mesh)
+            one = itemsize * piece_numel(value.shape, choice.stored, mesh, graph.rounded)
+            shape = tuple(graph.rounded.get(length, length) for length in value.shape)
             names = {self._rename(graph.parameters[name][0]): None for name in parameter.values}
             folded = fold_names(names, names)
             for pattern, count in _counts(folded, names).items():
-                yield ParameterBytes(name=pattern, count=count, shape=tuple(value.shape), nbytes=one * count)
+                yield ParameterBytes(name=pattern, count=count, shape=shape, nbytes=one * count)
 
     def _memory(self, total: Charge) -> Iterator[MemoryPoint]:
         """Yield the live bytes at each peak candidate, in the order in which the candidates run."""

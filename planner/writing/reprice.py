@@ -15,6 +15,7 @@ from planner.formulation.formulate import Formulator
 from planner.formulation.host_time import with_host_time_of_local_modules
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import ModuleNames, resolve_inputs, trace_at_batch, with_fused_projections
+from planner.graph.uneven_lengths import with_rounded_lengths
 from planner.liveness.structure import Structure
 from planner.plan.checks import check_mesh
 from planner.plan.fingerprint import model_fingerprint
@@ -205,7 +206,7 @@ def open_for_pricing(
     job = dataclasses.replace(plan.job, reallgather=plan.job.reallgather or plan.reallgathers)
     plan = dataclasses.replace(plan, job=job)
     model_traced = ModelAnalysis.from_module(
-        module,
+        with_rounded_lengths(module, cluster),
         flash_attention=flash,
         seq=plan.job.seq,
         compiles=cluster.device.compiles,

@@ -138,6 +138,7 @@ def _graph_of_stages(graph: OpGraph, stages_of_ops: _StagesOfOps, which: Sequenc
         inputs=tuple(inputs),
         outputs=(*outputs, *(output for values in sent for output in _sent(values))),
         parameters={value: names for value, names in graph.parameters.items() if value in op_inputs},
+        rounded=graph.rounded,
     )
 
 

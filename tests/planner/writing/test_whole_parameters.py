@@ -20,17 +20,17 @@ def notes_of(vocabulary: int, mesh: str, planner: str) -> list[str]:
     ]
 
 
-def test_a_vocabulary_that_no_rank_divides_is_named() -> None:
-    (note,) = notes_of(257, "fsdp=2,tp=2", "fsdp-tp")
+def test_a_short_vocabulary_that_no_rank_divides_is_named() -> None:
+    (note,) = notes_of(67, "fsdp=2,tp=2", "fsdp-tp")
     assert "every rank of tp, which splits other weights, computes with the whole of lm_head.weight (0 MB)" in note
-    assert "2 does not divide 257" in note
-    assert "Padded to 258 it could be split." in note
+    assert "2 does not divide 67" in note
+    assert "Padded to 68 it could be split." in note
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "mesh", "planner"),
-    [(256, "fsdp=2,tp=2", "fsdp-tp"), (257, "fsdp=4", "fsdp")],
-    ids=["divided", "no weight is split in compute"],
+    [(256, "fsdp=2,tp=2", "fsdp-tp"), (257, "fsdp=2,tp=2", "fsdp-tp"), (67, "fsdp=4", "fsdp")],
+    ids=["divided", "long enough for uneven pieces", "no weight is split in compute"],
 )
 def test_nothing_is_said_where_weights_are_split_or_none_is(vocabulary: int, mesh: str, planner: str) -> None:
     assert notes_of(vocabulary, mesh, planner) == []
