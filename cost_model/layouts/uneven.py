@@ -16,6 +16,9 @@ from cost_model.layouts.layout import Layout, shard_counts, sharded_dim
 LEAST_PIECE = 64
 """Least length of a piece for uneven shards: the last piece is then shorter by 1 in 64 at most for each rank."""
 
+_RARE_FACTOR = 29
+"""Least prime factor that marks a length which is rounded up."""
+
 Rounded = Mapping[int, int]
 """Length that is rounded up -> true length."""
 
@@ -29,13 +32,28 @@ def rounded_length(length: int, per_node: int, devices: int) -> int:
     """Return the length at which the pieces of a vocabulary are counted.
 
     It is ``length`` itself where the devices of a node divide it, or it is too short (`may_be_uneven`); otherwise it is
-    rounded up to a multiple of all devices, or of those of a node where there are too many.
+    rounded up to a multiple of all devices, or of those of a node where there are too many. The largest piece then has
+    a prime factor that is rare in other lengths, such as numbers of tokens: they are not to be taken for this one.
     """
     least = per_node if per_node > 1 else devices
     if length % least == 0 or not may_be_uneven(length, least):
         return length
     multiple = devices if may_be_uneven(length, devices) else least
-    return math.ceil(length / multiple) * multiple
+    piece = math.ceil(length / multiple)
+    while largest_factor(piece) < _RARE_FACTOR:
+        piece += 1
+    return piece * multiple
+
+
+def largest_factor(number: int) -> int:
+    """Return the largest prime factor of a number above 1."""
+    factor = 2
+    while factor * factor <= number:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+    return number
 
 
 def shards_once(shape: Sequence[int], layout: Layout, rounded: Rounded) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -181,8 +181,7 @@ def uneven_lengths(module: nn.Module, layouts: Mapping[str, Mapping[str, Layout]
         layouts: field of the plan -> parameter FQN -> layout.
         mesh: the plan's mesh.
     """
-    tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
-    lengths = {len(table) for table in tables if may_be_uneven(len(table), mesh.size)}
+    lengths = {len(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     for by_name in layouts.values():
         for fqn, layout in by_name.items():
             shape = tuple(module.get_parameter(fqn).shape)
@@ -191,19 +190,22 @@ def uneven_lengths(module: nn.Module, layouts: Mapping[str, Mapping[str, Layout]
     return frozenset(lengths)
 
 
-def uneven_parameters(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
-    """Return the FQNs of the parameters that ``plan`` may shard in uneven chunks.
+def uneven_parameters(
+    module: nn.Module, plan: ShardingPlan, layouts: Mapping[str, Mapping[str, Layout]]
+) -> frozenset[str]:
+    """Return the FQNs of the parameters that ``plan``, with these ``layouts``, may shard in uneven chunks.
 
-    The executor runs such chunks in plans that the planner did not write. Grouped experts, the fused ops and FSDP
-    groups need equal shards.
+    In plans that the planner wrote, these are parameters that are long enough. In others, grouped experts, the fused
+    ops and FSDP groups need equal shards.
     """
     if plan.solver is not None:
-        return frozenset(
-            f"{fqn}.{name}" if fqn else name
-            for fqn, part in module.named_modules(remove_duplicate=False)
-            for name, parameter in part._parameters.items()
-            if parameter is not None and parameter.dim() and may_be_uneven(len(parameter), plan.mesh.size)
-        )
+        short = {
+            fqn
+            for by_name in layouts.values()
+            for fqn, layout in by_name.items()
+            if not _are_long(module.get_parameter(fqn).shape, layout, plan.mesh)
+        }
+        return frozenset(fqn for by_name in layouts.values() for fqn in by_name.keys() - short)
     if plan.job.fused_ops:
         return frozenset()
     experts = {part for part, _ in experts_in(module)}
@@ -220,6 +222,14 @@ def uneven_parameters(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
         for name in part._parameters
         if (f"{fqn}.{name}" if fqn else name) not in in_groups
     )
+
+
+def _are_long(shape: Sequence[int], layout: Layout, mesh: PlanMesh) -> bool:
+    """Return whether the dims that ``layout`` does not divide are long enough for uneven pieces."""
+    if not chunks(len(shape), layout):
+        return False
+    counts = shard_counts(layout, mesh.shape, len(shape))
+    return all(length % count == 0 or may_be_uneven(length, count) for length, count in zip(shape, counts, strict=True))
 
 
 def _reason(parameter: nn.Parameter, layout: Layout, mesh: PlanMesh) -> str:

@@ -125,7 +125,9 @@ def resolve_plan(
     opaque_modules = resolve_keys(plan.opaque_modules, modules, field="opaque_modules", what="module")
     local_modules = resolve_keys(plan.local_modules, modules, field="local_modules", what="module")
     layouts_by_field = named_layouts(plan, parameters)
-    check_layouts(parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan))
+    check_layouts(
+        parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan, layouts_by_field)
+    )
     layouts = resolve_parameters(
         module,
         layouts_by_field,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cost_model.layouts.layout import Layout
-from cost_model.layouts.uneven import may_be_uneven, piece_numel, rounded_length, shards_once
+from cost_model.layouts.uneven import largest_factor, may_be_uneven, piece_numel, rounded_length, shards_once
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -24,7 +24,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
         (50_257, 8, 64, 50_304),
         (50_257, 8, 4096, 50_264),  # pieces of 4,096 ranks would be short
         (32_000, 8, 512, 32_000),  # the devices of a node divide it
-        (257, 1, 4, 260),  # nodes of one device
+        (257, 1, 4, 268),  # nodes of one device; 65 and 66 are products of small primes
         (100, 8, 8, 100),  # too short
     ],
 )
@@ -70,3 +70,14 @@ def test_the_largest_piece_is_that_of_torch(layout: Layout) -> None:
             pieces = torch.empty(shape[placement.dim], 0).chunk(size)
             shape[placement.dim] = max(map(len, pieces))
     assert piece_numel((264, 64), layout, mesh, {264: 257}) == math.prod(shape)
+
+
+@given(length=st.integers(1, 300_000), per_node=st.sampled_from([1, 2, 4, 8]), nodes=st.integers(1, 64))
+def test_a_longer_length_is_rare_and_little_longer(length: int, per_node: int, nodes: int) -> None:
+    devices = per_node * nodes
+    longer = rounded_length(length, per_node, devices)
+    if longer == length:
+        return
+    assert longer % (per_node if per_node > 1 else devices) == 0
+    assert largest_factor(longer) >= 29
+    assert length < longer <= length * 1.07
