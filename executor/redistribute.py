@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
@@ -69,7 +68,7 @@ class Redistributor:
         mesh_spec: MeshSpec,
         zigzag: ZigzagPermutation | None = None,
         *,
-        uneven_lengths: AbstractSet[int] | None = frozenset(),
+        uneven_lengths: Sequence[int] | None = (),
     ) -> None:
         """Create the redistributor of one mesh.
 
@@ -78,9 +77,8 @@ class Redistributor:
             cluster: its prices decide which path of collectives is the cheapest.
             mesh_spec: names and sizes of the axes of ``device_mesh``, for the prices.
             zigzag: the permutation of tokens into zigzag order; None: sequences stay in natural order.
-            uneven_lengths: lengths of dims that one axis may shard unevenly, where they are long enough for
-                `rounded_length`. None: any axes may shard any dim so, and DTensor redistributes such tensors, which
-                have no price here. Other uneven shards raise ``NoPathError``.
+            uneven_lengths: lengths of dims that one axis may shard unevenly. None: any axes may shard any dim so, and
+                DTensor redistributes such tensors, which have no price here. Other uneven shards raise ``NoPathError``.
         """
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
@@ -89,8 +87,8 @@ class Redistributor:
 
         self.device_mesh = device_mesh
         self.zigzag = zigzag
-        longer = {n: rounded_length(n, cluster.devices_per_node, cluster.size) for n in uneven_lengths or ()}
-        self._longer = {length: rounded for length, rounded in longer.items() if rounded != length}
+        per_node, devices = cluster.devices_per_node, cluster.size
+        self._longer = {length: rounded_length(length, per_node, devices) for length in uneven_lengths or ()}
         self._runs_any = uneven_lengths is None
         self._mesh_shape = mesh_spec.shape
         self._coordinate = device_mesh.get_coordinate() or [0] * len(mesh_spec.shape)
@@ -98,22 +96,13 @@ class Redistributor:
         self._paths = RedistributionPlanner(mesh_spec.shape, price_step, rounded)
 
     @classmethod
-    def from_plan(
-        cls, device_mesh: DeviceMesh, plan: ShardingPlan, uneven_lengths: AbstractSet[int] = frozenset()
-    ) -> Redistributor:
-        """Return the redistributor of ``plan``; a hand-written plan without a cluster is priced on toy devices.
-
-        Args:
-            device_mesh: the mesh on which redistributions run.
-            plan: the plan.
-            uneven_lengths: lengths of dims that a plan of the planner may shard unevenly; one written by hand, any.
-        """
+    def from_plan(cls, device_mesh: DeviceMesh, plan: ShardingPlan) -> Redistributor:
+        """Return the redistributor of ``plan``; a hand-written plan without a cluster is priced on toy devices."""
         fields = dict(plan.cluster)
         cluster = ClusterSpec.from_dict(fields) if fields else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
         zigzag = ZigzagPermutation.from_plan(plan)
-        return cls(
-            device_mesh, cluster, plan.mesh.spec, zigzag, uneven_lengths=None if plan.solver is None else uneven_lengths
-        )
+        lengths = None if plan.solver is None else plan.uneven_lengths
+        return cls(device_mesh, cluster, plan.mesh.spec, zigzag, uneven_lengths=lengths)
 
     @property
     def replicated(self) -> Layout:

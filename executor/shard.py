@@ -190,7 +190,7 @@ def _shard(
         mesh = resolved.device_mesh
         place_buffers(module, mesh, src_data_rank, outside=replacements, values_from_source=from_source)
 
-    redistributor = Redistributor.from_plan(resolved.device_mesh, plan, resolved.uneven_lengths)
+    redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
     linear = SharedInputLinears() if job.fused_ops else None
     outside_fsdp = resolved.parameters_outside_fsdp()

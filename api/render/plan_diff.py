@@ -82,7 +82,7 @@ def _settings(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Cha
 def _layouts(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Change]:
     for field in _LAYOUTS:
         yield from _by_key(field, left.get(field) or {}, right.get(field) or {})
-    for field in ("keep_gathered", "keep_gathered_for_step", "local_ops"):
+    for field in ("keep_gathered", "keep_gathered_for_step", "local_ops", "uneven_lengths"):
         marked = [dict.fromkeys(plan.get(field) or (), True) for plan in (left, right)]
         yield from _by_key(field, *marked)
 

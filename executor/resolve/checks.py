@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout, divides, format_layout, shard_counts, sharded_dim
-from cost_model.layouts.uneven import may_be_uneven
 from planner.errors import (
     EmptyPathError,
     KeyConflictError,
@@ -172,40 +171,15 @@ def chunks(ndim: int, layout: Layout) -> bool:
     )
 
 
-def uneven_lengths(module: nn.Module, layouts: Mapping[str, Mapping[str, Layout]], mesh: PlanMesh) -> frozenset[int]:
-    """Return the lengths that a plan may shard unevenly: of parameters' dims that a layout does not divide, and of
-    vocabularies, which activations have as well.
+def uneven_parameters(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
+    """Return the FQNs of the parameters that ``plan`` may shard in uneven chunks.
 
-    Args:
-        module: the module.
-        layouts: field of the plan -> parameter FQN -> layout.
-        mesh: the plan's mesh.
-    """
-    lengths = {len(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    for by_name in layouts.values():
-        for fqn, layout in by_name.items():
-            shape = tuple(module.get_parameter(fqn).shape)
-            counts = shard_counts(layout, mesh.shape, len(shape))
-            lengths.update(length for length, count in zip(shape, counts, strict=True) if length % count)
-    return frozenset(lengths)
-
-
-def uneven_parameters(
-    module: nn.Module, plan: ShardingPlan, layouts: Mapping[str, Mapping[str, Layout]]
-) -> frozenset[str]:
-    """Return the FQNs of the parameters that ``plan``, with these ``layouts``, may shard in uneven chunks.
-
-    In plans that the planner wrote, these are parameters that are long enough. In others, grouped experts, the fused
-    ops and FSDP groups need equal shards.
+    In plans that the planner wrote, these are all with a dim of its ``uneven_lengths``. In others, grouped experts, the
+    fused ops and FSDP groups need equal shards.
     """
     if plan.solver is not None:
-        short = {
-            fqn
-            for by_name in layouts.values()
-            for fqn, layout in by_name.items()
-            if not _are_long(module.get_parameter(fqn).shape, layout, plan.mesh)
-        }
-        return frozenset(fqn for by_name in layouts.values() for fqn in by_name.keys() - short)
+        named = module.named_parameters(remove_duplicate=False)
+        return frozenset(fqn for fqn, parameter in named if set(plan.uneven_lengths) & set(parameter.shape))
     if plan.job.fused_ops:
         return frozenset()
     experts = {part for part, _ in experts_in(module)}
@@ -222,14 +196,6 @@ def uneven_parameters(
         for name in part._parameters
         if (f"{fqn}.{name}" if fqn else name) not in in_groups
     )
-
-
-def _are_long(shape: Sequence[int], layout: Layout, mesh: PlanMesh) -> bool:
-    """Return whether the dims that ``layout`` does not divide are long enough for uneven pieces."""
-    if not chunks(len(shape), layout):
-        return False
-    counts = shard_counts(layout, mesh.shape, len(shape))
-    return all(length % count == 0 or may_be_uneven(length, count) for length, count in zip(shape, counts, strict=True))
 
 
 def _reason(parameter: nn.Parameter, layout: Layout, mesh: PlanMesh) -> str:

@@ -17,7 +17,6 @@ from executor.resolve.checks import (
     check_mesh,
     check_outside_sharders,
     check_sharders,
-    uneven_lengths,
     uneven_parameters,
 )
 from executor.resolve.fsdp_groups import FsdpGroup, resolve_fsdp_groups
@@ -51,7 +50,6 @@ class ResolvedPlan:
         sharders: module FQN -> the Sharder that replaces the module.
         compute_dtype: dtype of parameters at use.
         reduce_dtype: dtype in which gradients accumulate and are reduced.
-        uneven_lengths: lengths of dims that may be sharded unevenly.
     """
 
     plan: ShardingPlan
@@ -65,7 +63,6 @@ class ResolvedPlan:
     sharders: Mapping[str, Sharder]
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    uneven_lengths: frozenset[int] = frozenset()
 
     def sharded_parts(self, root: nn.Module) -> tuple[nn.Module, ...]:
         """Return the modules in ``root`` that own a parameter of the plan, or whose tensors the plan lays out."""
@@ -125,9 +122,7 @@ def resolve_plan(
     opaque_modules = resolve_keys(plan.opaque_modules, modules, field="opaque_modules", what="module")
     local_modules = resolve_keys(plan.local_modules, modules, field="local_modules", what="module")
     layouts_by_field = named_layouts(plan, parameters)
-    check_layouts(
-        parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan, layouts_by_field)
-    )
+    check_layouts(parameters, layouts_by_field, plan.mesh, may_be_uneven=uneven_parameters(module, plan))
     layouts = resolve_parameters(
         module,
         layouts_by_field,
@@ -176,5 +171,4 @@ def resolve_plan(
         sharders={fqn: sharders[name] for fqn, name in sharder_names.items()},
         compute_dtype=_DTYPES[plan.job.dtype],
         reduce_dtype=_DTYPES[plan.job.reduce_dtype],
-        uneven_lengths=uneven_lengths(module, layouts_by_field, plan.mesh),
     )

@@ -124,6 +124,8 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> activation checkpointing mode."""
     local_ops: list[str] = []
     """Names of ops that each rank runs on its local tensors, because DTensor has no rule for them."""
+    uneven_lengths: list[Annotated[int, Field(ge=1)]] = []
+    """Lengths of dims that one mesh axis may shard in uneven pieces."""
     opaque_modules: dict[str, Annotated[str, Field(pattern=r"^(([^ ;=]+=[-0]( [^ ;=]+=[-0])*)?;[0a-z ]+)?$")]] = {}
     """FQN pattern of modules that run as one op -> how their arguments and results are split by samples, such as
     "0=0 mask=-;0 mean"; "" where they run on whole tensors only."""

@@ -97,6 +97,7 @@ class ShardingPlan:
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         activation_checkpointing: modules -> "full" or "selective".
         local_ops: names of ops (torch functions) that each rank runs on its local tensors, as DTensor has no rule.
+        uneven_lengths: lengths of dims (vocabularies) that one axis may shard in uneven pieces, as `torch.chunk` does.
         opaque_modules: modules that run as one op -> how their samples are split (`opaque_op.SampleSplit`); "": not.
         local_modules: modules that ranks run on their local tensors, without DTensor -> `local_module.LocalModule`.
         micro_batches: number of them in a step; gradients accumulate over them.
@@ -110,8 +111,7 @@ class ShardingPlan:
         verification: the result of running the plan on fake processes; None: the planner did not write the plan.
         techniques: the techniques that the plan uses, and what each gives.
         model: name of the model, for people: a preset, a file, a factory; None: not known.
-        job: the job that the estimate is for.
-        cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
+        job, cluster: the job and the cluster (``ClusterSpec.to_dict()``) that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
         timings: planning stage ("trace_s", "solve_s", ...) -> seconds.
         assumed: what the job lacked and the planner assumed, such as "batch 8: one sample for each device".
@@ -133,6 +133,7 @@ class ShardingPlan:
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     local_ops: tuple[str, ...] = ()
+    uneven_lengths: tuple[int, ...] = ()
     opaque_modules: Mapping[str, str] = field(default_factory=dict)
     local_modules: Mapping[str, str] = field(default_factory=dict)
     micro_batches: int = 1
@@ -168,11 +169,9 @@ class ShardingPlan:
             if isinstance(entries, Mapping):
                 object.__setattr__(self, name, {key: normalised(value) for key, value in entries.items()})
         if isinstance(self.fully_shard, Mapping):
-            groups = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
-            }
+            groups = {key: tuple(v) if isinstance(v, list) else v for key, v in self.fully_shard.items()}
             object.__setattr__(self, "fully_shard", groups)
-        for name in (*_LISTS, "local_ops", "assumed", "notes", "baselines", "techniques"):
+        for name in (*_LISTS, "local_ops", "uneven_lengths", "assumed", "notes", "baselines", "techniques"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -285,6 +284,7 @@ class ShardingPlan:
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "local_ops": list(self.local_ops),
+            "uneven_lengths": list(self.uneven_lengths),
             "opaque_modules": dict(self.opaque_modules),
             "local_modules": dict(self.local_modules),
             "micro_batches": self.micro_batches,

@@ -50,6 +50,7 @@ def write_plan(
         **entries.by_field(),
         activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
         local_ops=local_names(candidate.structure.regions.graph),
+        uneven_lengths=tuple(sorted(candidate.structure.regions.graph.rounded.values())),
         opaque_modules=fold_names(opaque_splits(candidate.structure.regions.graph), module.names.modules),
         micro_batches=run.micro_batches,
         zigzag=order,

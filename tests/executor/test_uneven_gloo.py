@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 import transformers
 from support.gloo import GlooRanks
 from support.small_models import EIGHT_HEADS
 from support.trained_steps import Errors, errors_in_steps
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -63,12 +64,19 @@ def plans_of(name: str, mesh: str, planners: Sequence[str], **options: Any) -> l
     for plan in plans:
         result = verify(model, plan, inputs)
         assert result.equal, result.differences
-    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding) and len(part.weight) > 256}
+    tables = set(map(id, _tables(model)))
     names = [fqn for fqn, value in model.named_parameters(remove_duplicate=False) if id(value) in tables]
+    assert {length for plan in plans for length in plan.uneven_lengths} == {len(weight) for weight in _tables(model)}
     documents = [plan.to_dict() for plan in plans]
     layouts = [document[field].get(name, ()) for document in documents for field in _FIELDS for name in names]
     assert any("S(0)" in layout for layout in layouts)
     return documents
+
+
+def _tables(model: nn.Module) -> list[Tensor]:
+    """Return the tables of embeddings of the words, which are longer than those of positions."""
+    weights = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
+    return [weight for weight in weights if len(weight) in (257, 258, 259)]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +104,29 @@ def test_gpt2_trains_as_unsharded(ranks: GlooRanks) -> None:
 
 def test_fsdp_stores_a_vocabulary_in_uneven_pieces(ranks: GlooRanks) -> None:
     check_training(ranks, "llama", "fsdp=4", ["fsdp"])
+
+
+class ZLoss(nn.Module):
+    """A softmax reads the logits, so that the planner leaves the vocabulary whole on axes that do not divide it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(257, 64), nn.Linear(64, 257)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.table(tokens))
+        return F.cross_entropy(logits.view(-1, 257), labels.view(-1)) + logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("planner", DRAWN)
+def test_what_is_planned_whole_runs_whole(planner: str) -> None:
+    """The plan says what may be uneven; the ranks do not take another path for a length that could be."""
+    model, ids = ZLoss(), torch.randint(0, 257, (8, 32))
+    session = PlanningSession(model, example_inputs=(ids, ids), cluster="1x4xtoy", dtype="fp32", micro_batches=1)
+    plan = session.plan(planner=planner, mesh="dp=2,tp=2")
+    assert plan.uneven_lengths == ()
+    result = verify(model, plan, (ids, ids))
+    assert result.equal, result.differences
 
 
 @pytest.mark.slow
