@@ -1,7 +1,7 @@
 """Uneven shards: a dim that an axis does not divide, split as `torch.chunk` does, in equal pieces but for the last.
 
 All that is priced follows from the largest piece. So the planner counts such a dim as rounded up to a length that every
-axis divides, and looks up the true length where bytes have to be exact: in the collectives of a plan.
+axis divides, and looks up the true length where that matters: for the bytes of collectives and the rows of GEMMs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from cost_model.layouts.layout import Layout, shard_counts, sharded_dim
 
 LEAST_PIECE = 64
-"""Least length of a piece for uneven shards: the last piece is then shorter by 1 in 64 at most for each rank."""
+"""Least mean length of the pieces of an uneven split. The largest piece is then longer than the mean by at most 1/64."""
 
 _RARE_FACTOR = 29
 """Least prime factor that marks a length which is rounded up."""
