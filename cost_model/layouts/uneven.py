@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from cost_model.layouts.layout import Layout, shard_counts, sharded_dim
 
 LEAST_PIECE = 64
-"""Least mean length of the pieces of an uneven split. The largest piece is then longer than the mean by at most 1/64."""
+"""Least mean length of the pieces of an uneven split. The largest piece is longer than the mean by at most 1/64."""
 
 _RARE_FACTOR = 29
 """Least prime factor that marks a length which is rounded up."""

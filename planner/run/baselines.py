@@ -227,8 +227,9 @@ def _block_placements(
                 placements[name] = (wanted if _splits(value, wanted, size) else R,)
             elif len(value.shape) == 2:
                 splits = tuple(Shard(dim) for dim in (0, 1) if _splits(value, Shard(dim), size))
-                # A short vocabulary that does not divide leaves the head whole.
-                may_be_whole = not splits or (block_of(name) is None and Shard(0) not in splits)
+                # A vocabulary that does not divide may leave the head whole, as in frameworks without uneven splits.
+                is_even = Shard(0) in splits and value.shape[0] not in graph.rounded
+                may_be_whole = not splits or (block_of(name) is None and not is_even)
                 placements[name] = (*splits, *((R,) if may_be_whole else ()))
             elif len(value.shape) > 2 and block_of(name) is None:
                 placements[name] = (R,)  # a convolution
