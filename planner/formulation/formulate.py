@@ -272,18 +272,15 @@ class Formulator:
     def _charge_redistributions(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
         ports, pricer = self._ports, self.pricer
         for multiplicity in self._structure.redistributions:
-            exchanged = pricer.redistributed_tensor(
-                consumed_value(self._structure, multiplicity), self.adjacent_gemms(multiplicity)
-            )
+            value = consumed_value(self._structure, multiplicity)
+            exchanged = pricer.redistributed_tensor(value, self.adjacent_gemms(multiplicity))
             for p, q, members in pairs_on(edges, multiplicity.edges):
                 price = pricer.redistribution_pricer.both_ways(exchanged, p, q)
                 if price is not None:
                     charges.add(members, price.charge, multiplicity.count)
         for multiplicity in self._structure.recomputed_redistributions:
-            value, adjacent = (
-                consumed_value(self._structure, multiplicity),
-                self.recomputed_adjacent_gemms(multiplicity),
-            )
+            value = consumed_value(self._structure, multiplicity)
+            adjacent = self.recomputed_adjacent_gemms(multiplicity)
             for p, q, members in pairs_on(edges, multiplicity.edges):
                 if ports.port(p).layout != ports.port(q).layout:
                     price = pricer.recomputed_redistribution(
@@ -291,7 +288,7 @@ class Formulator:
                     )
                     charges.add(members, price.charge)
         if pricer.run.job.has_peak_candidates:
-            charge_saved_tensors(self._structure, pricer.live_bytes, ports, edges, charges)
+            charge_saved_tensors(self._structure, pricer, edges, charges)
 
     # --- parameters ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Value
@@ -12,8 +12,8 @@ from planner.ilp.quantities import Charge
 from planner.ilp.shared_charges import SharedChargeCollector, pairs_on
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.structure import Structure
-from planner.pricing.port_layouts import PortLayouts, PortNumbers
-from planner.pricing.price import Price
+from planner.pricing.activation_costs import ActivationPricer
+from planner.pricing.port_layouts import PortLayouts
 
 
 def consumed_value(structure: Structure, multiplicity: Multiplicity) -> Value:
@@ -28,22 +28,17 @@ def saves_producer_layout(source: PortLayouts, target: PortLayouts) -> bool:
 
 
 def charge_saved_tensors(
-    structure: Structure,
-    live_bytes: Callable[..., Price],
-    ports: PortNumbers,
-    edges: Sequence[Edge],
-    charges: SharedChargeCollector,
+    structure: Structure, pricer: ActivationPricer, edges: Sequence[Edge], charges: SharedChargeCollector
 ) -> None:
     """Charge the bytes of activations that are saved for the backward, of their copies in other layouts, and of sums.
 
     Args:
         structure: the structure of the run.
-        live_bytes: prices the bytes of a tensor in a layout (`ActivationPricer.live_bytes`).
-        ports: numbers of the ports between which tensors are redistributed.
+        pricer: prices of activations in the run.
         edges: the edges of activations.
         charges: collects the charges.
     """
-    throughout = structure.timeline.throughout
+    ports, live_bytes, throughout = pricer.redistribution_pricer.ports, pricer.live_bytes, structure.timeline.throughout
     for multiplicity in structure.saved_tensors:
         value = consumed_value(structure, multiplicity)
         by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 torch splits a dim of any length, into pieces of which the last may be shorter. A plan with such pieces is that of a
 graph in which the length is rounded up: its bytes, FLOPs and messages follow from the largest piece. Nothing is padded
-when the plan runs. True lengths are in `OpGraph.rounded`, for bytes that have to be exact.
+when the plan runs. True lengths are in `OpGraph.rounded`, for the bytes of collectives and the rows of GEMMs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def with_rounded_lengths(module: TracedModule, cluster: ClusterSpec) -> TracedMo
     longest = {
         length: rounded_length(length, cluster.devices_per_node, cluster.size) for length in _vocabularies(graph)
     }
+    # A length that is not rounded up is in the graph, too.
     others = {length for value in graph.values.values() for length in value.shape}
     lengths = {length: longer for length, longer in longest.items() if longer not in others and longer % TRACE_BATCH}
     if not lengths:
