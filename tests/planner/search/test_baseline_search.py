@@ -272,23 +272,28 @@ def test_a_baseline_that_ran_out_of_time_is_left_out(monkeypatch: pytest.MonkeyP
         session.plan(planner="fsdp+hsdp")
 
 
-def test_a_vocabulary_that_does_not_divide_leaves_the_head_whole() -> None:
+def test_a_vocabulary_that_does_not_divide_may_leave_the_head_whole() -> None:
+    """Also where it could be split unevenly, and so is rounded up."""
     graph = SimpleNamespace(
         parameters={
             "head": ("lm_head.weight",),
+            "uneven": ("decoder.weight",),
             "even": ("wte.weight",),
             "block": ("h.0.fc.weight",),
             "conv": ("conv.weight",),
         },
         values={
             "head": SimpleNamespace(shape=(50257, 768)),
+            "uneven": SimpleNamespace(shape=(30528, 768)),
             "even": SimpleNamespace(shape=(50304, 768)),
             "block": SimpleNamespace(shape=(3072, 768)),
             "conv": SimpleNamespace(shape=(768, 3, 16, 16)),
         },
+        rounded={30528: 30522},
     )
     assert _block_placements(None, graph, 2) == {  # type: ignore[arg-type]
         "lm_head.weight": (Shard(1), R),
+        "decoder.weight": (S0, Shard(1), R),
         "wte.weight": (S0, Shard(1)),
         "h.0.fc.weight": (S0, Shard(1)),
         "conv.weight": (R,),
