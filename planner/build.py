@@ -215,7 +215,7 @@ def verified_plan(
 def _as_last_resort(plan: ShardingPlan, name: str, cause: PlannerError) -> ShardingPlan:
     """Return a baseline's plan with a note on why it is given."""
     if isinstance(cause, SolverError):
-        note = f"this is the plan of {name}, as the search found none in time: {cause}"
+        note = f"this is the plan of {name}, as the search found none: {cause}"
     else:
         note = f"this is the plan of {name}: faster plans were found, and do not run as planned. {cause.detail}"
     return dataclasses.replace(plan, notes=(*plan.notes, note))
