@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -310,11 +311,7 @@ def _chunk(local: torch.Tensor, dim: int, pieces: int, index: int) -> torch.Tens
 def _padded(local: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """Return ``local`` with zeros behind its elements along ``dim``, up to ``length``."""
     missing = length - local.shape[dim]
-    return local if not missing else torch.cat([local, local.new_zeros(_with_length(local.shape, dim, missing))], dim)
-
-
-def _with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    return [length if d == dim else other for d, other in enumerate(shape)]
+    return F.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing]) if missing else local
 
 
 class _Redistribute(torch.autograd.Function):

@@ -24,7 +24,7 @@ Rounded = Mapping[int, int]
 
 
 def may_be_uneven(length: int, pieces: int) -> bool:
-    """Return whether a dim of ``length`` is long enough to be split into ``pieces`` uneven pieces."""
+    """Return whether a dim of ``length`` is long enough for ``pieces`` uneven pieces, none of which is empty."""
     return length >= LEAST_PIECE * pieces and length > pieces * pieces
 
 

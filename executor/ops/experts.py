@@ -9,23 +9,26 @@ A mesh axis that shards anything shards one of
 
 Only the last case communicates inside the op, by all-to-alls in which each rank gets exactly the rows of its experts
 (``token_exchange``). At most one axis can be of this kind. The gate and up weights of an expert lie in one tensor, one
-after the other. Where the inner dim is sharded, a rank has the same shard of both: ``SS(1,2)``, a strided shard.
-``shard_module`` replaces the forward of every module that ``planner.model_rewrites.experts`` knows, whichever
-implementation its config names.
+after the other or row by row in turn. Where the inner dim is sharded, a rank has the same shard of both: ``SS(1,2)``, a
+strided shard, where one lies after the other. ``planner.model_rewrites.experts`` has the placements, and knows the
+modules whose forward ``shard_module`` replaces, whichever implementation their config names.
+
+"silu" and "gelu" are computed by formulas, with as little memory as possible. Any other activation is the module's own
+function, and autograd computes its gradient.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.grouped_gemm import GroupedGemm
@@ -34,48 +37,43 @@ from executor.ops.token_exchange import RoutedRows, TokenExchange, exchange_rows
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals.dtensor import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
-from planner.model_rewrites.experts import GATE_UP_MATRICES, experts_in
+from planner.model_rewrites.experts.experts_op import OWN_ACTIVATION, ExpertsForm
+from planner.model_rewrites.experts.modules import Activation, ExpertsModule, experts_in
+from planner.model_rewrites.experts.placements import ExpertsPlacement, experts_placements
 
-R, P, S0 = Replicate(), Partial(), Shard(0)
-_GATE_UP_INNER = _StridedShard(1, split_factor=GATE_UP_MATRICES)
-"""Placement of ``gate_up`` on an axis that shards the inner dim."""
-
-_GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placement, Placement, Placement]] = {
-    (R, R, R): (R, R, R, R),
-    (S0, R, R): (S0, S0, P, P),
-    (R, S0, S0): (P, P, S0, S0),
-    (R, _GATE_UP_INNER, Shard(2)): (P, P, _GATE_UP_INNER, Shard(2)),
-    (S0, S0, S0): (S0, S0, S0, S0),
-}
-"""Placements on one axis: (tokens, gate_up, down) -> (result, gradients of tokens and of routing weights, gradient of
-gate_up, gradient of down)."""
+R, S0 = Replicate(), Shard(0)
 
 
 def replace_experts(module: nn.Module, redistributor: Redistributor, *, opaque: Collection[nn.Module] = ()) -> None:
     """Replace the forward of the experts in ``module`` whose parameters are DTensors, but for those in ``opaque``."""
-    for part, activation in experts_in(module):
-        if part not in opaque and all(isinstance(parameter, DTensor) for parameter in part.parameters()):
-            part.forward = _ExpertsForward(part, activation, redistributor)
+    for part in experts_in(module):
+        parameters = part.module.parameters()
+        if part.module not in opaque and all(isinstance(parameter, DTensor) for parameter in parameters):
+            part.module.forward = _ExpertsForward(part, redistributor)
 
 
 class _ExpertsForward:
     """The forward of a module of experts."""
 
-    def __init__(self, module: nn.Module, activation: str, redistributor: Redistributor) -> None:
-        self._module, self._activation, self._redistributor = module, activation, redistributor
-        # Signatures are looked up on forward.
-        self.__signature__ = inspect.signature(module.forward)
-        functools.update_wrapper(self, module.forward, updated=())
+    def __init__(self, experts_module: ExpertsModule, redistributor: Redistributor) -> None:
+        self._experts, self._redistributor = experts_module, redistributor
+        forward = experts_module.module.forward
+        self.__signature__ = inspect.signature(forward)  # signatures are looked up on forward
+        functools.update_wrapper(self, forward, updated=())
 
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        parameters = self._module._parameters  # typed as tensors, unlike attributes
-        gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
-        assert gate_up is not None
-        assert down is not None
-        given = hidden_states, top_k_index, top_k_weights, gate_up, down
-        result = experts(self._redistributor, *given, self._activation)
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        part = self._experts
+        hidden, index, routing_weights = part.arguments(*args, **kwargs)
+        result = experts(
+            self._redistributor,
+            hidden,
+            index,
+            routing_weights,
+            *part.parameters,
+            form=part.form,
+            activation=part.activation,
+        )
+        given = (hidden, index, routing_weights, *part.module.parameters())
         # In a local module there are no DTensors.
         return result if any(isinstance(tensor, DTensor) for tensor in given) else result.to_local()
 
@@ -87,7 +85,11 @@ def experts(
     routing_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    form: ExpertsForm,
+    activation: Activation | None = None,
 ) -> DTensor:
     """Return each token's weighted sum of its experts' results, [tokens, width].
 
@@ -96,17 +98,22 @@ def experts(
         hidden: the tokens, [tokens, width].
         index: the experts chosen for each token, [tokens, chosen].
         routing_weights: [tokens, chosen].
-        gate_up: [experts, 2 * inner, width], the gate's rows before up's.
-        down: [experts, width, inner].
-        activation: "silu" or "gelu".
+        gate_up: [experts, matrices * inner, width], or transposed, as ``form`` says.
+        down: [experts, width, inner], or transposed.
+        gate_up_bias: [experts, matrices * inner]; both biases are given or neither.
+        down_bias: [experts, width].
+        form: how the experts are stored and what they compute.
+        activation: [rows, matrices * inner] -> [rows, inner], for experts with an activation of their module's own.
 
     Raises:
         PlanLayoutError: layouts that the op does not cover.
     """
-    inputs = [redistributor.as_dtensor(tensor) for tensor in (hidden, index, routing_weights, gate_up, down)]
-    output = _output_layout([tuple(tensor.placements) for tensor in inputs])
-    axis = _exchange_axis(redistributor, inputs)
-    result: DTensor = run_function(_Experts, *inputs, redistributor, output, axis, activation)
+    tensors = (hidden, index, routing_weights, gate_up, down, gate_up_bias, down_bias)
+    inputs = [None if tensor is None else redistributor.as_dtensor(tensor) for tensor in tensors]
+    given = [tensor for tensor in inputs if tensor is not None]
+    places = _placements(form, [tuple(tensor.placements) for tensor in given])
+    axis = _exchange_axis(redistributor, given)
+    result: DTensor = run_function(_Experts, *inputs, redistributor, places, axis, form, activation)
     return result
 
 
@@ -128,25 +135,30 @@ def _exchange_axis(redistributor: Redistributor, inputs: Sequence[DTensor]) -> i
     return axes[0] if axes else None
 
 
-def _output_layout(layouts: list[Layout]) -> Layout:
-    """Return the layout of the result, given the layouts of hidden, index, routing weights, gate_up and down."""
-    output: list[Placement] = []
-    for tokens, index, weights, gate_up, down in zip(*layouts, strict=True):
-        if not tokens == index == weights or (tokens, gate_up, down) not in _GRADIENTS:
+def _placements(form: ExpertsForm, layouts: Sequence[Layout]) -> list[ExpertsPlacement]:
+    """Return the placements on each axis, given the layouts of hidden, index, routing weights and all weights."""
+    known = experts_placements(form)
+    found: list[ExpertsPlacement] = []
+    for tokens, index, routing, *weights in zip(*layouts, strict=True):
+        places = [each for each in known if each.tokens == tokens and each.weights[: len(weights)] == tuple(weights)]
+        if not places or not tokens == index == routing:
             texts = ["(" + ", ".join(format_layout(layout)) + ")" for layout in layouts]
+            names = ("the first weight", "down_proj", "the first bias", "down_proj_bias")
+            held = [f"{name} in {text}" for name, text in zip(names, texts[3:], strict=False)]
+            inner = next(each.weights for each in known if each.weights[1] == Shard(form.inner_dim))
             raise PlanLayoutError(
-                f"experts got tokens, their experts and their weights in {texts[0]}, {texts[1]}, {texts[2]}, "
-                f"gate_up_proj in {texts[3]} and down_proj in {texts[4]}.",
+                f"experts got tokens, their experts and their weights in {', '.join(texts[:3])}, {', '.join(held)}.",
                 field="input_plan",
-                what_to_do="On each axis shard the tokens, S(0) of both parameters, or both, or SS(1,2) of "
-                "gate_up_proj and S(2) of down_proj; give tokens, experts and weights one layout.",
+                what_to_do="On each axis shard the tokens, S(0) of all parameters, or both, or the inner dim "
+                f"({', '.join(format_layout(inner[: len(held)]))} of these parameters); give tokens, experts and "
+                "weights one layout.",
             )
-        output.append(tokens if isinstance(tokens, Shard) else P if isinstance(down, Shard) else R)
-    return tuple(output)
+        found.append(places[0])
+    return found
 
 
 class _Experts(torch.autograd.Function):
-    """The op in autograd. Local shapes: ``x`` [tokens, width], ``up_weights`` [experts, 2 * inner, width]."""
+    """The op in autograd. Local shapes: ``x`` [tokens, width], ``up_weights`` [experts, matrices * inner, width]."""
 
     @staticmethod
     def forward(
@@ -156,13 +168,16 @@ class _Experts(torch.autograd.Function):
         routing_weights: DTensor,
         gate_up: DTensor,
         down: DTensor,
+        gate_up_bias: DTensor | None,
+        down_bias: DTensor | None,
         redistributor: Redistributor,
-        output: Layout,
+        places: Sequence[ExpertsPlacement],
         axis: int | None,
-        activation: str,
+        form: ExpertsForm,
+        activation: Activation | None,
     ) -> DTensor:
         ctx.set_materialize_grads(False)
-        x, up_weights, down_weights = local_of(hidden), local_of(gate_up), local_of(down)
+        x, up_weights, down_weights = local_of(hidden), _by_output(gate_up, form), _by_output(down, form)
         layout, all_experts = tuple(gate_up.placements), gate_up.shape[0]
         exchange: TokenExchange | None = None
         if axis is None:
@@ -179,65 +194,89 @@ class _Experts(torch.autograd.Function):
         # Received rows are saved, so that the backward does not exchange them again.
         saved = (x, None, None, None) if exchange is None else (tokens, row_weights, exchange.sizes, exchange.order)
         del tokens
-        gate, up = inner.chunk(2, -1)
-        weighted = _activate(gate, activation).mul_(up).mul_(row_weights.to(x.dtype))
+        # Outputs of GEMMs are not written to: selective checkpointing keeps them.
+        if gate_up_bias is not None:
+            inner = gemm.by_row(local_of(gate_up_bias), inner).add_(inner)
+        row_weights = row_weights.to(x.dtype)
+        weighted = _activated(inner, form, activation).mul_(row_weights)
         result = torch.zeros_like(x)
         row_results = gemm.forward(weighted, down_weights)
+        own_bias = local_of(down_bias) if down_bias is not None and _adds_bias(redistributor, places, form) else None
+        if own_bias is not None:
+            row_results = gemm.by_row(own_bias, row_results).mul_(row_weights).add_(row_results)
         if exchange is not None:
             del weighted
             row_results = exchange.to_tokens(row_results)
         result.index_add_(0, rows.token, row_results)
         ctx.save_for_backward(
-            local_of(routing_weights), up_weights, down_weights, inner, rows.choice, gemm.counts, *saved
+            local_of(routing_weights),
+            local_of(gate_up),
+            local_of(down),
+            own_bias,
+            inner,
+            rows.choice,
+            gemm.counts,
+            *saved,
         )
         ctx.group = None if exchange is None else exchange.group
-        ctx.redistributor, ctx.output, ctx.activation = redistributor, output, activation
-        ctx.layouts = tuple(hidden.placements), layout, tuple(down.placements)
-        ctx.shapes = [tuple(tensor.shape) for tensor in (hidden, routing_weights, gate_up, down)]
+        ctx.redistributor, ctx.places, ctx.form, ctx.activation = redistributor, places, form, activation
+        ctx.shapes = [None if t is None else tuple(t.shape) for t in (gate_up, down, gate_up_bias, down_bias)]
+        ctx.shapes = [tuple(hidden.shape), tuple(routing_weights.shape), *ctx.shapes]
         ctx.tokens, ctx.per_expert = x.shape[0], gemm.per_expert
+        output = tuple(place.result for place in places)
         return make_dtensor(result, redistributor.device_mesh, output, hidden.shape, contiguous_stride(hidden.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
-            return (None,) * 9
+            return (None,) * 12
         redistributor: Redistributor = ctx.redistributor
         grad_out = redistributor.as_dtensor(gradient)
-        out_layout, layouts = _gradient_layouts(tuple(grad_out.placements), ctx.layouts, ctx.output)
+        out_layout, layouts = _gradient_layouts(tuple(grad_out.placements), ctx.places)
         locals_ = _local_gradients(ctx, local_of(redistributor.to_layout(grad_out, out_layout)))
-        grad_hidden, grad_weights, grad_gate_up, grad_down = [
+        hidden, routing_weights, *weights = [
             None
             if local is None
             else make_dtensor(local, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
             for local, layout, shape in zip(locals_, layouts, ctx.shapes, strict=True)
         ]
-        return grad_hidden, None, grad_weights, grad_gate_up, grad_down, None, None, None, None
+        return (hidden, None, routing_weights, *weights, None, None, None, None, None)
 
 
 def _local_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the local gradients of hidden, routing weights, gate_up and down, given ``gradient`` of the result."""
-    weights, up_weights, down_weights, inner, choice, counts, tokens, received_weights, sizes, order = ctx.saved_tensors
+    """Return the local gradients of hidden, routing weights and all weights, given ``gradient`` of the result."""
+    form: ExpertsForm = ctx.form
+    weights, gate_up, down, down_bias, inner, choice, counts, tokens, received_weights, sizes, order = ctx.saved_tensors
+    up_weights, down_weights = _by_output(gate_up, form), _by_output(down, form)
     rows, gemm = RoutedRows(choice, counts, weights.shape[1]), GroupedGemm(counts, ctx.per_expert)
     exchange = None if ctx.group is None else TokenExchange(ctx.group, sizes, order)
-    needs_x, _, needs_weights, needs_up, needs_down = ctx.needs_input_grad[:5]
-    gate, up = inner.chunk(2, -1)
+    needs_x, _, needs_weights, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:7]
     row_weights = (_weights_of_rows(weights, rows) if exchange is None else received_weights).to(inner.dtype)
     grad_rows = gradient[rows.token]
     grad_rows = grad_rows if exchange is None else exchange.to_experts(grad_rows)
     grad_weighted = gemm.forward(grad_rows, down_weights.transpose(1, 2))
-    gated = _activate(gate, ctx.activation).mul_(up)
+    gated, activation_gradient = _recomputed(inner, form, ctx.activation)
     grad_weights = None
     if needs_weights:
-        by_row = (grad_weighted * gated).sum(-1).to(weights.dtype)
+        by_row = (grad_weighted * gated).sum(-1)
+        if down_bias is not None:
+            by_row += (gemm.by_row(down_bias, grad_rows) * grad_rows).sum(-1)
+        by_row = by_row.to(weights.dtype)
         by_row = by_row if exchange is None else exchange.to_tokens(by_row)
         grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, rows.choice, by_row).view(weights.shape)
-    grad_down = gemm.weight_gradient(grad_rows, gated.mul_(row_weights), down_weights) if needs_down else None
+    grad_down = None
+    if needs_down:
+        grad_down = _weight_gradient(gemm, grad_rows, gated.mul_(row_weights), down_weights, form)
+    grad_down_bias = gemm.sum_by_expert(grad_rows * row_weights) if needs_down_bias else None
     del grad_rows, gated
-    grad_inner = _activation_gradient(grad_weighted.mul_(row_weights), gate, up, ctx.activation)
-    del grad_weighted
+    grad_inner = activation_gradient(grad_weighted.mul_(row_weights))
+    del grad_weighted, activation_gradient
     grad_up = None
     if needs_up:
-        grad_up = gemm.weight_gradient(grad_inner, tokens[rows.token] if exchange is None else tokens, up_weights)
+        own_tokens = tokens[rows.token] if exchange is None else tokens
+        grad_up = _weight_gradient(gemm, grad_inner, own_tokens, up_weights, form)
+        del own_tokens
+    grad_up_bias = gemm.sum_by_expert(grad_inner) if needs_up_bias else None
     grad_x = None
     if needs_x:
         grad_tokens = gemm.forward(grad_inner, up_weights.transpose(1, 2))
@@ -245,36 +284,80 @@ def _local_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | N
             del grad_inner
             grad_tokens = exchange.to_tokens(grad_tokens)
         grad_x = grad_tokens.new_zeros(ctx.tokens, grad_tokens.shape[1]).index_add_(0, rows.token, grad_tokens)
-    return grad_x, grad_weights, grad_up, grad_down
+    return grad_x, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias
 
 
-def _gradient_layouts(
-    gradient: Layout, inputs: tuple[Layout, Layout, Layout], output: Layout
-) -> tuple[Layout, tuple[Layout, ...]]:
+def _gradient_layouts(gradient: Layout, places: Sequence[ExpertsPlacement]) -> tuple[Layout, list[Layout]]:
     """Return the layout in which the backward needs the result's gradient, and the layouts of the inputs' gradients.
 
-    The inputs with gradients are hidden, routing weights, gate_up and down.
+    The inputs with gradients are hidden, routing weights, gate_up, down and their biases.
 
     Args:
         gradient: layout in which autograd gives the result's gradient.
-        inputs: layouts of tokens, gate_up and down.
-        output: layout of the result.
+        places: placements of the op on each axis.
     """
     needed: list[Placement] = []
     by_axis: list[tuple[Placement, ...]] = []
-    for grad_place, tokens, gate_up, down, out in zip(gradient, *inputs, output, strict=True):
-        _, *gradients = _GRADIENTS[tokens, gate_up, down]
+    for grad_place, place in zip(gradient, places, strict=True):
         # The backward is linear in the gradient, so a partial gradient can stay partial on an axis that shards nothing.
-        stays_partial = out == R and grad_place.is_partial()
-        needed.append(grad_place if stays_partial else R if out.is_partial() else out)
-        by_axis.append((grad_place,) * 3 if stays_partial else tuple(gradients))
-    tokens_layout, up_layout, down_layout = zip(*by_axis, strict=True)
-    return tuple(needed), (tokens_layout, tokens_layout, up_layout, down_layout)
+        if place.result == R and grad_place.is_partial():
+            needed.append(grad_place)
+            by_axis.append((grad_place,) * 6)
+        else:
+            needed.append(R if place.result.is_partial() else place.result)
+            by_axis.append((place.tokens_gradient,) * 2 + place.weight_gradients)
+    return tuple(needed), list(zip(*by_axis, strict=True))
+
+
+def _by_output(weight: torch.Tensor, form: ExpertsForm) -> torch.Tensor:
+    """Return the local part of ``weight`` as [experts, out, in]."""
+    local = local_of(weight) if isinstance(weight, DTensor) else weight
+    return local.transpose(1, 2) if form.transposed else local
+
+
+def _weight_gradient(
+    gemm: GroupedGemm, gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, form: ExpertsForm
+) -> torch.Tensor:
+    """Return the gradient of a weight as it is stored; ``weights`` is [experts, out, in]."""
+    if form.transposed:
+        return gemm.weight_gradient(rows, gradient, weights.transpose(1, 2))
+    return gemm.weight_gradient(gradient, rows, weights)
+
+
+def _adds_bias(redistributor: Redistributor, places: Sequence[ExpertsPlacement], form: ExpertsForm) -> bool:
+    """Return whether this rank adds the bias of ``down``: of ranks that share an expert's inner dim, the first does."""
+    sharing = [axis for axis, place in enumerate(places) if place.weights[1] == Shard(form.inner_dim)]
+    return all(redistributor.coordinate(axis) == 0 for axis in sharing)
 
 
 def _weights_of_rows(routing_weights: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
     """Return the routing weight of each row, [rows, 1]."""
     return routing_weights.reshape(-1)[rows.choice].unsqueeze(1)
+
+
+def _activated(inner: torch.Tensor, form: ExpertsForm, activation: Activation | None) -> torch.Tensor:
+    """Return the down GEMM's input, but for the routing weights: [rows, matrices * inner] -> [rows, inner]."""
+    if form.activation == OWN_ACTIVATION:
+        assert activation is not None
+        return activation(inner).to(inner.dtype)
+    gate, up = inner.chunk(2, -1)
+    return _activate(gate, form.activation).mul_(up)
+
+
+def _recomputed(
+    inner: torch.Tensor, form: ExpertsForm, activation: Activation | None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return ``_activated``, which the caller may overwrite, and a function from its gradient to that of ``inner``.
+
+    The function changes the gradient in place.
+    """
+    if form.activation != OWN_ACTIVATION:
+        gate, up = inner.chunk(2, -1)
+        return _activated(inner, form, activation), lambda grad: _activation_gradient(grad, gate, up, form.activation)
+    with torch.enable_grad():
+        leaf = inner.detach().requires_grad_()
+        result = _activated(leaf, form, activation)
+    return result.detach().clone(), lambda grad: torch.autograd.grad(result, leaf, grad)[0]
 
 
 def _activate(gate: torch.Tensor, activation: str) -> torch.Tensor:

@@ -85,6 +85,19 @@ class GroupedGemm(NamedTuple):
             torch.mm(own_gradient.t(), own_rows, out=out)
         return result
 
+    def by_row(self, biases: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the bias of each row's expert: [experts, n] -> [rows, n], as many as in ``rows``."""
+        return biases[self._experts(rows)]
+
+    def sum_by_expert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each expert's rows: [rows, n] -> [experts, n]."""
+        return rows.new_zeros(self.counts.shape[0], rows.shape[1]).index_add_(0, self._experts(rows), rows)
+
+    def _experts(self, rows: torch.Tensor) -> torch.Tensor:
+        counts = self.counts.to(rows.device)
+        experts = torch.arange(counts.shape[0], device=rows.device)
+        return experts.repeat_interleave(counts, output_size=rows.shape[0])
+
     def _ends(self) -> torch.Tensor:
         return self.counts.cumsum(0, dtype=torch.int32)
 

@@ -19,7 +19,7 @@ from planner.errors import (
     UnmatchedKeyError,
 )
 from planner.imported.torch_shard import Sharder as TorchSharder
-from planner.model_rewrites.experts import experts_in
+from planner.model_rewrites.experts.modules import experts_in
 from planner.plan.fingerprint import model_fingerprint, torch_fingerprint
 from planner.plan.patterns import match_keys
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
@@ -182,7 +182,7 @@ def uneven_parameters(module: nn.Module, plan: ShardingPlan) -> frozenset[str]:
         return frozenset(fqn for fqn, parameter in named if set(plan.uneven_lengths) & set(parameter.shape))
     if plan.job.fused_ops:
         return frozenset()
-    experts = {part for part, _ in experts_in(module)}
+    experts = {part.module for part in experts_in(module)}
     in_groups = {
         f"{fqn}.{name}" if fqn else name
         for key, names in plan.fully_shard.items()

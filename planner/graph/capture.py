@@ -21,17 +21,17 @@ from unittest import mock
 
 import torch
 import torch.export._trace  # otherwise imported, slowly, at the first export
-import torch.fx
 import torch.fx.experimental._config
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
+from planner.counting.activation_costs import activation_costs
 from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import SAME_TENSOR, Call, Ref
 from planner.model_rewrites.cache_argument import is_cache
 from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_sequences
-from planner.model_rewrites.experts import experts_as_one_op
+from planner.model_rewrites.experts.modules import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
@@ -251,6 +251,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     batch_norm_for_sync(module)
     norms_in_dtype_of_statistics(module)
     with (
+        experts_as_one_op(module, activation_costs),  # which calls activations, before they have markers
         _assigned_buffers_written(module),
         markers.attached(),
         unpacked_sequences(),
@@ -259,7 +260,6 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
         likelier_branches(),
         masks_by_broadcasting(),
         calls_as_ops(),
-        experts_as_one_op(module),
         mla_keys_concatenated(module),
         _without_code_generation(),
     ):

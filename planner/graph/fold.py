@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.counting.activation_costs import activation_costs
 from planner.graph.capture import ExampleInputs
 from planner.graph.meta_ops import argument_key, returns_one_new_tensor
 from planner.model_rewrites.eager_masks import unpacked_sequences
-from planner.model_rewrites.experts import experts_as_one_op
+from planner.model_rewrites.experts.modules import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.tree_paths import path_text
 
@@ -265,7 +266,7 @@ def _record(module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> _
     with (
         torch.inference_mode(),
         unpacked_sequences(),
-        experts_as_one_op(module),
+        experts_as_one_op(module, activation_costs),
         mla_keys_concatenated(module),
         recorder.attached(),
         recorder,

@@ -1,6 +1,6 @@
 """Module rewrites, applied alike for tracing and for running: experts, MLA, fused ops, fused projections.
 
-experts as one op                experts.experts_as_one_op
+experts as one op                experts
 fused QKV, fused gate-up         fuse_projections.fuse_projections
 fused ops and their kernels      fuse_ops.fuse_ops, fused_kernels
 MLA, without copies of keys      mla.concatenate_mla_keys

@@ -21,7 +21,10 @@ from cost_model.kernels.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.kernels.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s, runs_one_by_one
 from cost_model.kernels.in_step import in_step
 from planner.graph.op_graph import ATTENTION, Op, Value
-from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.model_rewrites import fused_kernels, opaque_op
+from planner.model_rewrites.experts import experts_op
+from planner.model_rewrites.experts.experts_op import ExpertsArguments
+from planner.model_rewrites.experts.work import ExpertsWork
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.techniques import AttentionKernel
 from planner.pricing.kernel_shapes import GemmShape, Shape, gemm_shape, with_heads
@@ -119,7 +122,7 @@ class OpTimes:
         op, profile = local.op, local.profile
         if local.context_work is not None:
             return self._context_parallel_attention(local.context_work, local)
-        if op.target_name == experts.OP_NAME:
+        if op.target_name == experts_op.OP_NAME:
             return self._experts(local, profile.backward_flops > 0)
         if op.target_name == opaque_op.OP_NAME:
             return self._opaque(local)
@@ -188,13 +191,14 @@ class OpTimes:
     def _experts(self, local: LocalOp, backward: bool) -> OpTime:
         """Return the seconds of the experts on the busiest rank, with the same number of rows for each of its experts.
 
-        Forward runs two grouped GEMMs, gate-up and down. Backward runs the GEMMs of the gradients that are needed, with
+        Forward runs two grouped GEMMs. Backward runs the GEMMs of the gradients that are needed, with
         respect to inputs and to weights.
         """
         inputs, dtype, ranks = local.inputs, local.dtype, local.exchange_ranks
-        work = experts.ExpertsWork.from_shapes(local.shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
+        form = ExpertsArguments(*local.op.args).form
+        work = ExpertsWork.from_shapes(form, local.shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
         work = work.on_busiest_rank(local.imbalance)
-        up, down = (2 * work.inner, work.width), (work.width, work.inner)
+        up, down = (form.matrices * work.inner, work.width), (work.width, work.inner)
         device = self._device
         one_by_one = dtype == "bf16" and runs_one_by_one(
             tokens=work.rows,

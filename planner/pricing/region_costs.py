@@ -24,7 +24,7 @@ from planner.ilp.quantities import (
     transient,
 )
 from planner.liveness.class_timeline import ClassTimeline
-from planner.model_rewrites import experts
+from planner.model_rewrites.experts import experts_op
 from planner.plan.estimate import Phase
 from planner.plan.job import CheckpointingMode
 from planner.pricing.op_times import LocalOp, OpTime, OpTimes
@@ -219,7 +219,7 @@ class RegionPricer:
         self, op: Op, inner: InnerCollective, phase: Phase, calls: float, quantities: LinkQuantities
     ) -> Price:
         """Return the price of a collective inside ``op``; exchanges of tokens last as long as on the busiest rank."""
-        imbalance = self._run.job.expert_imbalance if op.target_name == experts.OP_NAME else 1.0
+        imbalance = self._run.job.expert_imbalance if op.target_name == experts_op.OP_NAME else 1.0
         nbytes = round(inner.nbytes * imbalance)
         price = self._collectives.collective(inner.kind, inner.axis, nbytes, phase, calls, quantities)
         # The plan states the mean, which is what runs with balanced experts.

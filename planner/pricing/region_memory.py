@@ -12,7 +12,9 @@ from planner.graph.layer_caches import decoding_step
 from planner.graph.op_graph import Value
 from planner.ilp.quantities import Lifetime, Quantity
 from planner.liveness.class_timeline import ClassTimeline
-from planner.model_rewrites import experts
+from planner.model_rewrites.experts import experts_op
+from planner.model_rewrites.experts.experts_op import ExpertsArguments
+from planner.model_rewrites.experts.work import ExpertsWork
 from planner.pricing.run_spec import Run
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionOp, find_op_inputs
@@ -149,7 +151,7 @@ class RegionMemory:
         profile, mesh_shape = self._profile.ops[region_op.op.name], self._mesh_shape
         if not (profile.saved_extra_nbytes or profile.cached_extra_nbytes or profile.backward_extra_nbytes):
             return _NO_INNER_NBYTES
-        if region_op.op.target_name == experts.OP_NAME:
+        if region_op.op.target_name == experts_op.OP_NAME:
             return self._inside_experts(region, region_op, strategy)
         work = context_parallel_work(region, region_op, strategy, mesh_shape)
         if work is not None:
@@ -173,7 +175,8 @@ class RegionMemory:
         layouts = [strategy.forward[i] for i in region_op.inputs]
         shapes = [shard_shape(value, layout, self._mesh_shape) for value, layout in zip(values, layouts, strict=True)]
         ranks = exchange_ranks(region_op.op, layouts, self._mesh_shape)
-        work = experts.ExpertsWork.from_shapes(shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
+        form = ExpertsArguments(*region_op.op.args).form
+        work = ExpertsWork.from_shapes(form, shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
         work = work.on_busiest_rank(self._run.job.expert_imbalance)
         return InnerNbytes(
             saved=work.saved_nbytes,

@@ -108,7 +108,13 @@ def storage_options(
         StorageOption(stored=layout, accumulated=accumulated)
         for layout in layouts
         for accumulated in dict.fromkeys([*sorted(set(gradient_layouts), key=str), layout])
+        if _strided_alike(accumulated, layout)
     )
+
+
+def _strided_alike(one: Layout, other: Layout) -> bool:
+    """Return whether both have the same strided shards: no redistribution leads to or from another layout of these."""
+    return all(a == b or _StridedShard not in (type(a), type(b)) for a, b in zip(one, other, strict=True))
 
 
 def _reduced_in_every_backward(layouts: Sequence[Layout], run: Run) -> list[StorageOption]:

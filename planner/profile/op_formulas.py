@@ -15,7 +15,9 @@ import torch
 
 from planner.counting.live_bytes import NOTHING, Dispatched
 from planner.graph.op_graph import Op, OpCache, Value
-from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.model_rewrites import fused_kernels, opaque_op
+from planner.model_rewrites.experts.experts_op import ExpertsArguments
+from planner.model_rewrites.experts.work import ExpertsWork
 from planner.profile.dispatch_peak import OpRun, run_fused
 from planner.profile.meta_tensors import MetaTensors
 from planner.profile.op_profile import OpProfile
@@ -183,11 +185,14 @@ def experts_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: Met
 
     The profile assumes that every expert gets the same number of tokens.
     """
-    work = experts.ExpertsWork.from_shapes([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
+    form = ExpertsArguments(*op.args).form
+    shapes = [value.shape for value in inputs]
+    work = ExpertsWork.from_shapes(form, shapes, inputs[4].shape[0], output.dtype.itemsize)
     tensors.add_result(op.outputs[0], output)
     backward = output.requires_grad
     differentiable = [inputs[position].requires_grad for position in (0, 3, 4)]
-    saved = tuple(dict.fromkeys(tensors.root[op.inputs[position]] for position in (0, 2, 3, 4)))
+    positions = (0, 2, 3, 4, 6) if work.biased else (0, 2, 3, 4)
+    saved = tuple(dict.fromkeys(tensors.root[op.inputs[position]] for position in positions))
     crossing = len(inputs) + 1
     return OpProfile(
         flops=work.flops,

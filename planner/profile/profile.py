@@ -22,7 +22,8 @@ from planner.graph.capture import masks_select_all
 from planner.graph.layer_caches import decoding_step
 from planner.graph.op_graph import ATTENTION, Op, OpGraph, Value
 from planner.graph.run_op import run_op
-from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.model_rewrites import fused_kernels, opaque_op
+from planner.model_rewrites.experts import experts_op
 from planner.profile.dispatch_peak import OpRun, forward_peak, run_both_ways
 from planner.profile.meta_tensors import MetaTensors, ResultLayout
 from planner.profile.op_formulas import (
@@ -184,7 +185,7 @@ class _Profiler:
     def _run(self, op: Op) -> OpProfile:
         inputs = [self._graph.values[name] for name in op.inputs]
         outputs = [self._graph.values[name] for name in op.outputs]
-        if op.target_name == experts.OP_NAME:
+        if op.target_name == experts_op.OP_NAME:
             return experts_profile(op, inputs, outputs[0], self.tensors)
         if op.target_name == opaque_op.OP_NAME:
             return opaque_profile(op, inputs, outputs, self.tensors)

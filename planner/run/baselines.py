@@ -18,10 +18,10 @@ from cost_model.layouts.uneven import Rounded, shards_once
 from planner.errors import BaselineError
 from planner.formulation.choice_filters import Accepts, AcceptsStored
 from planner.graph.op_graph import OpGraph, Value
+from planner.imported.tp_plans import STYLES
 from planner.plan.patterns import match_keys
 from planner.regions.regions import Region, block_of
 from planner.strategies.enumerate import Strategy
-from planner.strategies.own_rules import FUSED_GATE_UP
 
 R = Replicate()
 
@@ -33,16 +33,8 @@ KEEP_GATHERED = "keep-gathered"
 
 NAMES = (*LAUNCHED, "data-parallel", "fully-sharded", "tensor-parallel")
 
-_COLWISE = (
-    "colwise",
-    "packed_colwise",
-    "colwise_gather_output",
-    "colwise_rep",
-    "local_colwise",
-    "local_packed_rowwise",
-)
-_PACKED = ("packed_colwise", "local_packed_rowwise")
-_ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise", "packed_rowwise")
+_COLWISE = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
+_ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,10 +322,8 @@ def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Pla
     layouts: dict[str, Placement] = {}
     for pattern, matched in match_keys(styles, shapes).items():
         for name in matched:
-            if len(shapes[name]) == 3 and styles[pattern] in _PACKED:
-                layouts[name] = FUSED_GATE_UP
-            elif len(shapes[name]) == 3 and styles[pattern] in _ROWWISE:
-                layouts[name] = Shard(2)
+            if len(shapes[name]) == 3 and styles[pattern] in STYLES:
+                layouts[name] = STYLES[styles[pattern]].parameter(name, 3)
     return layouts
 
 

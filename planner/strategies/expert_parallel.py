@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard
 
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
-from planner.model_rewrites import experts
+from planner.model_rewrites.experts.experts_op import OP_NAME, ExpertsArguments
+from planner.model_rewrites.experts.work import ExpertsWork
 from planner.strategies.axis_rule import InnerCollective
 
 S0 = Shard(0)
@@ -24,7 +25,7 @@ _COUNT_NBYTES = 8
 
 def exchange_axes(op: Op, layouts: Sequence[Layout | None]) -> list[int]:
     """Return the mesh axes that shard both tokens and experts, with the op's inputs in ``layouts``."""
-    if op.target_name != experts.OP_NAME or layouts[0] is None or layouts[4] is None:
+    if op.target_name != OP_NAME or layouts[0] is None or layouts[4] is None:
         return []
     return [axis for axis, both in enumerate(zip(layouts[0], layouts[4], strict=True)) if both == (S0, S0)]
 
@@ -52,7 +53,9 @@ def collectives(
     if ranks == 1:
         return ()
     hidden, _, weights, *matrices = inputs
-    work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], hidden.dtype.itemsize, ranks)
+    work = ExpertsWork.from_shapes(
+        ExpertsArguments(*op.args).form, shapes, inputs[4].shape[0], hidden.dtype.itemsize, ranks
+    )
     counts_nbytes = _COUNT_NBYTES * ranks * work.experts
     rows_nbytes, weights_nbytes = work.rows * work.width * work.itemsize, work.rows * weights.dtype.itemsize
     forward = [counts_nbytes, rows_nbytes, weights_nbytes, rows_nbytes]

@@ -9,7 +9,8 @@ from torch.distributed.tensor import Shard
 from cost_model.layouts.layout import Layout, replicated, split_factor
 from cost_model.layouts.uneven import Rounded, piece_shape
 from planner.graph.op_graph import Op, Value, writes_plain
-from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.model_rewrites import fused_kernels, opaque_op
+from planner.model_rewrites.experts import experts_op
 from planner.strategies import buffer_updates, context_parallel, expert_parallel, reduction_rules
 from planner.strategies.axis_rule import InnerCollective
 from planner.strategies.local_ops import opaque_collectives
@@ -36,7 +37,7 @@ def inner_collectives(
     name = op.target_name
     if name == context_parallel.OP_NAME:
         return context_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
-    if name == experts.OP_NAME:
+    if name == experts_op.OP_NAME:
         return expert_parallel.collectives(op, inputs, layouts, _shapes(inputs, layouts, mesh_shape), mesh_shape)
     if name == opaque_op.OP_NAME:
         return opaque_collectives(op, layouts, mesh_shape)

@@ -41,7 +41,10 @@ from cost_model.layouts.layout import Layout
 from cost_model.layouts.products import gathered_axes, product_layout
 from planner.graph.layer_caches import decoding_step
 from planner.graph.op_graph import Op, Value, writes_plain
-from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.model_rewrites import fused_kernels, opaque_op
+from planner.model_rewrites.experts import experts_op
+from planner.model_rewrites.experts.experts_op import ExpertsArguments
+from planner.model_rewrites.experts.placements import experts_placements
 from planner.strategies import buffer_updates, context_parallel, expert_parallel
 from planner.strategies import reduction_rules as reductions
 from planner.strategies.axis_rule import AxisRule
@@ -50,8 +53,9 @@ from planner.strategies.matmul_rules import PRODUCTS, product_rules
 
 R = Replicate()
 P = Partial()
-FUSED_GATE_UP = _StridedShard(1, split_factor=experts.GATE_UP_MATRICES)
-"""Placement of the experts' fused gate-up weight (gate rows, then up rows): a shard has the same rows of both."""
+
+_EXPERTS_WEIGHTS = 3
+"""Position of the first of the weights among the inputs of the op of experts."""
 
 
 def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -232,28 +236,20 @@ def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
 
 
 def _experts(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
-    def rule(
-        tokens: Placement, matrices: tuple[Placement, Placement], output: Placement, gradients: tuple[Placement, ...]
-    ) -> AxisRule:
-        output_gradient = output if isinstance(output, Shard) else R  # a partial result has a replicated gradient
+    rules = []
+    for place in experts_placements(ExpertsArguments(*op.args).form):
+        gradients = (place.tokens_gradient, None, place.tokens_gradient, *place.weight_gradients)[: len(inputs)]
         needed = [value.requires_grad for value in inputs]
-        tokens_gradient, *matrices_gradients = gradients
-        all_gradients = (tokens_gradient, None, tokens_gradient, *matrices_gradients)
-        return AxisRule(
-            inputs=(tokens, tokens, tokens, *matrices),
-            outputs=(output,),
-            output_gradients=(output_gradient,),
-            input_gradients=tuple(place if need else None for place, need in zip(all_gradients, needed, strict=True)),
+        rules.append(
+            AxisRule(
+                inputs=(place.tokens, place.tokens, place.tokens, *place.weights)[: len(inputs)],
+                outputs=(place.result,),
+                # A partial result has a replicated gradient.
+                output_gradients=(place.result if isinstance(place.result, Shard) else R,),
+                input_gradients=tuple(each if need else None for each, need in zip(gradients, needed, strict=True)),
+            )
         )
-
-    inner_dim = (FUSED_GATE_UP, Shard(2))
-    return [
-        rule(R, (R, R), R, (R, R, R)),
-        rule(Shard(0), (R, R), Shard(0), (Shard(0), P, P)),
-        rule(R, (Shard(0), Shard(0)), P, (P, Shard(0), Shard(0))),
-        rule(R, inner_dim, P, (P, *inner_dim)),
-        rule(Shard(0), (Shard(0), Shard(0)), Shard(0), (Shard(0), Shard(0), Shard(0))),
-    ]
+    return rules
 
 
 def _rms_norm(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -317,7 +313,11 @@ def _fused_rule(
 
 def strided_placements(op: Op, position: int) -> tuple[Placement, ...]:
     """Return the strided shards that a rule of ``op`` has for the input at ``position``."""
-    return (FUSED_GATE_UP,) if op.target_name == experts.OP_NAME and position == 3 else ()
+    if op.target_name != experts_op.OP_NAME or position < _EXPERTS_WEIGHTS:
+        return ()
+    places = experts_placements(ExpertsArguments(*op.args).form)
+    weights = (place.weights[position - _EXPERTS_WEIGHTS] for place in places)
+    return tuple(weight for weight in weights if isinstance(weight, _StridedShard))
 
 
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
@@ -348,7 +348,7 @@ _RULES: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
     **dict.fromkeys(PRODUCTS, product_rules),
-    experts.OP_NAME: _experts,
+    experts_op.OP_NAME: _experts,
     opaque_op.OP_NAME: opaque_rules,
     decoding_step.OP_NAME: buffer_updates.cached_state_rules,
     decoding_step.APPEND: buffer_updates.append_rules,

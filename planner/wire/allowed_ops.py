@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 
 from planner.graph.layer_caches import decoding_step
-from planner.model_rewrites import experts, fused_kernels, opaque_op
+from planner.model_rewrites import fused_kernels, opaque_op
+from planner.model_rewrites.experts import experts_op
 from planner.wire.schemas import computes_tensors
 
 _POINTWISE: Final = """
@@ -80,7 +81,7 @@ fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
 _PRIMS: Final = "convert_element_type broadcast_in_dim"
 
 _OWN_OPS: Final = (
-    experts.OP_NAME, opaque_op.OP_NAME, decoding_step.OP_NAME, decoding_step.APPEND, *fused_kernels.NAMES
+    experts_op.OP_NAME, opaque_op.OP_NAME, decoding_step.OP_NAME, decoding_step.APPEND, *fused_kernels.NAMES
 )  # fmt: skip
 
 ALLOWED: Final = frozenset(

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from support.op_bytes import bytes_seen
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from cost_model.layouts.layout import local_shape
 from executor.ops.experts import experts
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals.dtensor import fake_process_group, make_dtensor
-from planner.model_rewrites.experts import ExpertsWork
+from planner.counting.activation_costs import activation_costs
+from planner.model_rewrites.experts.experts_op import OWN_ACTIVATION, ExpertsForm
+from planner.model_rewrites.experts.modules import Activation
+from planner.model_rewrites.experts.placements import experts_placements
+from planner.model_rewrites.experts.work import ExpertsWork
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
-R, S0 = Replicate(), Shard(0)
 RANKS = 4
 TOKENS, CHOSEN, EXPERTS = 1024, 2, 8
-SPLITS = {
-    "nothing": (R, R, R),
-    "tokens": (S0, R, R),
-    "experts": (R, S0, S0),
-    "inner": (R, _StridedShard(1, split_factor=2), Shard(2)),
-    "tokens and experts": (S0, S0, S0),
+SPLITS = ("nothing", "tokens", "experts", "inner", "tokens and experts")
+"""What the axis shards, in the order of `experts_placements`."""
+
+
+def clamped_gate(inner: torch.Tensor) -> torch.Tensor:
+    gate, up = inner[..., ::2].clamp(max=7.0), inner[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def squared_relu(inner: torch.Tensor) -> torch.Tensor:
+    return inner.relu().square()
+
+
+class Case(NamedTuple):
+    form: ExpertsForm
+    activation: Activation | None = None
+    biased: bool = False
+
+
+CASES = {
+    "silu": Case(ExpertsForm("silu")),
+    "biased": Case(ExpertsForm("silu"), biased=True),
+    "transposed": Case(ExpertsForm("silu", transposed=True)),
+    "clamped gate": Case(ExpertsForm(OWN_ACTIVATION, alternating=True, transposed=True), clamped_gate, biased=True),
+    "no gate": Case(ExpertsForm(OWN_ACTIVATION, gated=False), squared_relu),
 }
 
 
-def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, int]]:
+def measure(case: Case, split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, int]]:
     """Return the priced work of one rank, and the bytes that were measured on it."""
-    tokens, up, down = SPLITS[split]
-    shapes = [(TOKENS, width), (TOKENS, CHOSEN), (TOKENS, CHOSEN), (EXPERTS, 2 * inner, width), (EXPERTS, width, inner)]
-    layouts = [(tokens,)] * 3 + [(up,), (down,)]
-    dtypes = [torch.bfloat16, torch.int64, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    form = case.form
+    if case.activation is not None:
+        form = form._replace(costs=activation_costs(case.activation, form.matrices))
+    up = form.matrices * inner
+    matrices = [(EXPERTS, up, width), (EXPERTS, width, inner)]
+    matrices = [(n, columns, rows) for n, rows, columns in matrices] if form.transposed else matrices
+    biases = [(EXPERTS, up), (EXPERTS, width)] if case.biased else []
+    shapes = [(TOKENS, width), (TOKENS, CHOSEN), (TOKENS, CHOSEN), *matrices, *biases]
+    place = experts_placements(form)[SPLITS.index(split)]
+    layouts = [(place.tokens,)] * 3 + [(each,) for each in place.weights[: len(shapes) - 3]]
+    dtypes = [torch.int64 if position == 1 else torch.bfloat16 for position in range(len(shapes))]
     mesh = PlanMesh(axes=(("x", RANKS),), device="cpu")
     local_shapes = [local_shape(shape, layout, (RANKS,)) for shape, layout in zip(shapes, layouts, strict=True)]
     with fake_process_group(RANKS):
@@ -44,15 +74,16 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
             local = torch.empty(own_shape, dtype=dtype, device="meta")
             tensor = make_dtensor(local, device_mesh, layout, shape, contiguous_stride(shape))
             inputs.append(tensor.requires_grad_(dtype.is_floating_point))
-        seen = bytes_seen(lambda: experts(redistributor, *inputs, "silu"), inputs)
-    work = ExpertsWork.from_shapes(local_shapes, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
+        seen = bytes_seen(lambda: experts(redistributor, *inputs, form=form, activation=case.activation), inputs)
+    work = ExpertsWork.from_shapes(form, local_shapes, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
     return work, seen
 
 
 @pytest.mark.parametrize(("width", "inner"), [(256, 896), (512, 256)])
 @pytest.mark.parametrize("split", SPLITS)
-def test_bytes_are_those_that_are_priced(split: str, width: int, inner: int) -> None:
-    work, seen = measure(split, width, inner)
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_that_are_priced(case: str, split: str, width: int, inner: int) -> None:
+    work, seen = measure(CASES[case], split, width, inner)
     assert seen["saved"] == pytest.approx(work.saved_nbytes, rel=1e-3)  # and the rows of each expert
     indices_nbytes = 4 * 8 * work.rows  # not priced
     assert work.forward_peak_nbytes <= seen["forward"] <= work.forward_peak_nbytes + indices_nbytes

@@ -10,7 +10,8 @@ from support import families
 
 from planner import build_plan
 from planner.errors import JobError
-from planner.model_rewrites.experts import ExpertsWork
+from planner.model_rewrites.experts.experts_op import ExpertsForm
+from planner.model_rewrites.experts.work import ExpertsWork
 from planner.plan.sharding_plan import Estimate, ShardingPlan
 from planner.writing.reprice import estimate_plan
 
@@ -57,7 +58,7 @@ def test_experts_on_every_rank_have_no_busiest_rank() -> None:
 
 
 def test_rows_by_hand() -> None:
-    work = ExpertsWork(rows=100, tokens=40, experts=2, inner=8, width=16, itemsize=4, ranks=4)
+    work = ExpertsWork(rows=100, tokens=40, experts=2, inner=8, width=16, itemsize=4, form=ExpertsForm("silu"), ranks=4)
     assert work.on_busiest_rank(1.25).rows == 125
     assert work.on_busiest_rank(1.25).received_nbytes == 125 * 16 * 4
     assert work._replace(ranks=1).on_busiest_rank(1.25).rows == 100
