@@ -7,5 +7,6 @@ names and shapes, or one error            matching
 transformers' names and conversions       pretrained, conversions
 buffers that no checkpoint holds          unsaved_buffers
 tensors read by slices                    lazy_tensors, local_shards
+weights in 4 and 8 bits                   quantized
 a folder that is replaced when whole      replaced_folder
 """

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from executor.weights.conversions import converted
 from executor.weights.lazy_tensors import LazyTensor
+from executor.weights.quantized import FP8_BLOCK, dequantized
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -64,8 +65,8 @@ def in_module_names(
 ) -> dict[str, LazyTensor]:
     """Return ``tensors`` of a checkpoint under the names of the model, converted as ``from_pretrained`` does.
 
-    Prefixes are added or removed, renamed layers renamed, experts packed. ``module`` remembers the conversions that
-    were used, as transformers does, so that saving reverts them.
+    Prefixes are added or removed, renamed layers renamed, experts packed, quantized weights dequantized. ``module``
+    remembers the conversions that were used, as transformers does, so that saving reverts them.
 
     Args:
         module: the model.
@@ -79,6 +80,10 @@ def in_module_names(
     renamings = [item for item in mapping if isinstance(item, core_model_loading.WeightRenaming)]
     converters = [item for item in mapping if isinstance(item, core_model_loading.WeightConverter)]
     by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+    quantization = getattr(skeleton.config, "quantization_config", None)
+    fields = quantization if isinstance(quantization, Mapping) else vars(quantization) if quantization else {}
+    block = fields.get("weight_block_size")
+    tensors = dequantized(tensors, names, FP8_BLOCK if block is None else tuple(block))
     prefix = skeleton.base_model_prefix
     result: dict[str, LazyTensor] = {}
     collected: dict[str, tuple[Any, dict[str, list[LazyTensor]]]] = {}
@@ -149,6 +154,8 @@ def write_configs(module: Any, skeleton: Any, folder: str) -> None:
     config = copy.deepcopy(module.config)
     config.architectures = [type(skeleton).__name__]
     config.dtype = str(module.dtype).removeprefix("torch.")
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the checkpoint that was read: no parameter is quantized here
     config.save_pretrained(folder)
     if module.can_generate() and module.generation_config is not None:
         module.generation_config.save_pretrained(folder)
