@@ -9,7 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from executor.collective_counter import CollectiveKey, Counts
 from executor.resolve.batch import local_batch
@@ -92,7 +94,7 @@ def verify(
 
     Raises:
         PlanError: the plan has no estimate, does not fit the module, has a pipeline, or assumes async tensor
-            parallelism. `RunError`: the step fails.
+            parallelism; or the inputs have the samples of a whole step. `RunError`: the step fails.
     """
     plan.check_runs()
     return compare(expected_collectives(plan), observed_collectives(module, plan, example_inputs, micro_batches))
@@ -147,6 +149,7 @@ def observed_collectives(
     """
     in_step = plan.micro_batches if micro_batches is None else micro_batches
     run = min(in_step, _MAX_MICRO_BATCHES)
+    _check_samples(plan.job.batch, in_step, example_inputs)
     with ExitStack() as stack:
         stack.enter_context(fake_processes(plan.mesh.size))
         device_mesh = device_mesh_for(plan, device_type="cpu")
@@ -164,3 +167,14 @@ def observed_collectives(
         for key, count in counts.items():
             total[key] += count if key.phase in ONCE_A_STEP else count * times
     return total
+
+
+def _check_samples(batch: int | None, micro_batches: int, example_inputs: Any) -> None:
+    tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor)]
+    lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    samples = (batch or 0) // micro_batches
+    if micro_batches > 1 and batch in lengths and samples not in lengths:
+        raise PlanError(
+            f"The example inputs have {batch} samples, which are those of a step; a micro-batch has {samples}.",
+            what_to_do=f"Give inputs of {samples} samples.",
+        )

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from executor.collective_counter import CollectiveKey
 from executor.torch_internals.dtensor import fake_process_group
 from executor.verify import compare, observed_collectives, verify
+from planner import build_plan
 from planner.errors import PlanError, RunError
 from planner.plan.job import Job
 from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Port, ShardingPlan
@@ -274,3 +275,12 @@ def test_a_run_that_fails_says_where_in_one_line(in_backward: bool) -> None:
         assert raised.value.module == "layers.1"
         assert "layers.1 (Failing) fails, at aten." in message
         assert "view" in str(raised.value.op)
+
+
+def test_inputs_of_a_whole_step_are_refused_where_it_has_micro_batches() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    whole = torch.randn(8, 16)
+    plan = build_plan(module, example_inputs=(whole,), cluster="1x2xtoy", mesh="dp=2", dtype="fp32", micro_batches=2)
+    with pytest.raises(PlanError, match=r"8 samples, which are those of a step; a micro-batch has 4.*of 4 samples"):
+        verify(module, plan, (whole,))
+    assert verify(module, plan, (whole[:4],)).equal
