@@ -16,6 +16,7 @@ from cost_model import find_device
 from executor.ops.grouped_gemm import GroupedGemm
 from executor.runtime.checkpointing import SAVED_OPS
 from planner.graph.op_graph import Value
+from planner.model_rewrites.experts.experts_op import ExpertsForm
 from planner.pricing import op_times
 from planner.pricing.op_times import LocalOp, OpTimes
 
@@ -69,7 +70,9 @@ def test_the_kernel_that_is_priced_runs(device_name: str, rows: int, monkeypatch
         for n, shape in enumerate(shapes)
     ]
     unread: Any = None
-    local = LocalOp(op=unread, inputs=inputs, output=inputs[0], shapes=shapes, output_shape=(), profile=unread)
+    *form, costs = ExpertsForm("silu")
+    op: Any = SimpleNamespace(args=(*[None] * 7, *form, costs))
+    local = LocalOp(op=op, inputs=inputs, output=inputs[0], shapes=shapes, output_shape=(), profile=unread)
     OpTimes(device, flash_attention=True)._experts(local, backward=True)
     assert kernels == {"one by one" if per_expert else "grouped"}
     assert per_expert == (device.architecture == "sm100" and rows >= EXPERTS * 8192)
