@@ -90,8 +90,8 @@ class ExpertsWork(NamedTuple):
     @property
     def forward_nbytes(self) -> int:
         """Bytes read and written outside the forward GEMMs: gather and sum of rows, activation, routing weights."""
-        # Rows of the biases are gathered and added.
-        bias = self.biased * (5 * self.form.matrices * self.inner + 6 * self.width)
+        # A bias of each row is gathered (2) and added (3); that of ``down`` is multiplied by the routing weight (2).
+        bias = self.biased * (5 * self.form.matrices * self.inner + 7 * self.width)
         return self._moved_nbytes(3 * self.width + self.form.costs.moved * self.inner + bias)
 
     @property
