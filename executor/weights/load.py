@@ -27,7 +27,7 @@ def load_weights(
     Parameters may be on meta, or have values already. Each rank reads only the slices that it stores, a block of rows
     at a time, and casts them to the parameter's dtype. Tied parameters are read once. Names are those of the unsharded
     module; fused projections take their parts. Checkpoints of transformers' models are converted as by
-    ``from_pretrained``: prefixes, renamed layers, experts in files of their own.
+    ``from_pretrained``: prefixes, renamed layers, experts in files of their own, weights in MXFP4 and in 8 bits.
 
     Tensors on meta that no checkpoint holds (rotary tables, masks) are made as the module makes them. After this call
     nothing of the module is on meta. Call it before the optimizer is made.

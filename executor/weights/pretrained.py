@@ -154,8 +154,7 @@ def write_configs(module: Any, skeleton: Any, folder: str) -> None:
     config = copy.deepcopy(module.config)
     config.architectures = [type(skeleton).__name__]
     config.dtype = str(module.dtype).removeprefix("torch.")
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the checkpoint that was read: no parameter is quantized here
+    vars(config).pop("quantization_config", None)  # of the checkpoint that was read: no parameter is quantized here
     config.save_pretrained(folder)
     if module.can_generate() and module.generation_config is not None:
         module.generation_config.save_pretrained(folder)

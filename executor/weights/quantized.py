@@ -46,7 +46,7 @@ class Mxfp4Tensor(LazyTensor):
         groups, group_of = (within // _GROUP).unique(return_inverse=True)
         packed = self._blocks.read((experts, out, groups, torch.arange(_GROUP // 2)))
         exponents = self._scales.read((experts, out, groups)).int() - _EXPONENT_BIAS
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
         numbers = torch.ldexp(_NUMBERS.to(codes.device)[codes], exponents.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
         return numbers[..., (group_of * _GROUP + within % _GROUP).to(numbers.device)].transpose(1, 2)
 

@@ -131,37 +131,28 @@ def experts_op(
 
 
 @experts_op.register_fake
-def _(
-    hidden: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    gated: bool,
-    alternating: bool,
-    transposed: bool,
-    costs: Sequence[float],
-) -> torch.Tensor:
-    form = ExpertsForm(activation, gated, alternating, transposed, ActivationCosts(*costs))
-    experts, inner = down.shape[0], down.shape[form.inner_dim]
+def _(*args: Any) -> torch.Tensor:
+    call = ExpertsArguments(*args)
+    form, hidden, index = call.form, call.hidden, call.index
+    experts, inner = call.down.shape[0], call.down.shape[form.inner_dim]
     up, (tokens, width) = form.matrices * inner, hidden.shape
     expected = {
-        "gate_up": (gate_up, (experts, width, up) if transposed else (experts, up, width)),
-        "down": (down, (experts, inner, width) if transposed else (experts, width, inner)),
-        "gate_up_bias": (gate_up_bias, (experts, up)),
-        "down_bias": (down_bias, (experts, width)),
+        "gate_up": (experts, width, up) if form.transposed else (experts, up, width),
+        "down": (experts, inner, width) if form.transposed else (experts, width, inner),
+        "gate_up_bias": (experts, up),
+        "down_bias": (experts, width),
     }
-    for name, (tensor, shape) in expected.items():
+    for name, shape in expected.items():
+        tensor = getattr(call, name)
         if tensor is not None:
             found = tuple(tensor.shape)
             torch._check(found == shape, lambda name=name, found=found, shape=shape: f"{name} is {found}, not {shape}")
-    torch._check((gate_up_bias is None) == (down_bias is None), lambda: "experts have both biases or neither")
+    torch._check((call.gate_up_bias is None) == (call.down_bias is None), lambda: "experts have both biases or neither")
     torch._check(
-        index.shape == weights.shape and index.shape[:-1] == (tokens,), lambda: "index and weights need one row a token"
+        index.shape == call.weights.shape and index.shape[:-1] == (tokens,),
+        lambda: "index and weights need one row for each token",
     )
     torch._check(min(experts, width, inner, index.shape[1]) > 0, lambda: "experts of size 0")
-    torch._check(activation in ACTIVATIONS, lambda: f"unknown activation {activation!r}")
-    return hidden.new_empty(hidden.shape)
+    torch._check(form.activation in ACTIVATIONS, lambda: f"unknown activation {form.activation!r}")
+    result: torch.Tensor = hidden.new_empty(hidden.shape)
+    return result

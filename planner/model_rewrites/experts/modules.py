@@ -25,6 +25,7 @@ _GATED_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "silu": "silu", 
 """Name of the activation's class or function -> the op's, where transformers' default gates."""
 
 _PROBED_INNER = 4
+"""Elements of the hidden size on which an activation is tried."""
 
 
 class ExpertsModule(NamedTuple):
@@ -129,9 +130,9 @@ def _own_activation(module: nn.Module, gated: bool) -> Activation:
 
 
 def _is_elementwise(module: nn.Module, form: ExpertsForm) -> bool:
-    """Return whether an activation treats each row and each element of the hidden size by itself, in memory of its own.
+    """Return whether an activation treats each row and each element of the hidden size by itself.
 
-    This is tried on a few numbers.
+    It may not write to its input either, nor return a view of it. This is tried on a few numbers.
     """
     inner, matrices = _PROBED_INNER, form.matrices
     values = torch.linspace(-9, 9, 3 * matrices * inner, device="cpu").sin().mul(3).view(3, matrices * inner)
@@ -140,10 +141,12 @@ def _is_elementwise(module: nn.Module, form: ExpertsForm) -> bool:
     try:
         with torch.no_grad():
             activation = _own_activation(module, form.gated)
-            whole, of_part = activation(values), activation(part.reshape(2, -1))
+            given = values.clone()
+            whole, of_part = activation(given), activation(part.reshape(2, -1))
             return (
                 whole.shape == (3, inner)
-                and whole.untyped_storage()._cdata != values.untyped_storage()._cdata
+                and whole.untyped_storage()._cdata != given.untyped_storage()._cdata
+                and torch.equal(given, values)
                 and torch.equal(whole[:2, : inner // 2], of_part)
             )
     except Exception:  # noqa: BLE001  whatever a function of somebody's module may raise

@@ -103,6 +103,8 @@ def test_other_experts_are_left_alone() -> None:
     assert experts_form(first) is None, "it mixes the elements of a row"
     first.act_fn = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
     assert experts_form(first) is None, "it mixes rows"
+    first.act_fn = nn.ReLU(inplace=True)
+    assert experts_form(first) is None, "it writes to what the backward reads"
     first.act_fn, first._apply_gate = nn.Identity(), lambda rows: rows.chunk(2, -1)[0]
     assert experts_form(first) is None, "its result is part of its input"
     assert experts_form(nn.Linear(2, 2)) is None
@@ -145,10 +147,9 @@ class CalledTwice(nn.Module):
         return self.block(self.block(x)).square().mean()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_experts_that_are_called_twice_are_planned(seed: int) -> None:
+@pytest.mark.parametrize("planner", ["ilp", "random:0", "random:1"])
+def test_experts_that_are_called_twice_are_planned(planner: str) -> None:
     inputs = torch.randn(8, 16, 32)
     options = {"cluster": "2x2xtoy", "mesh": "dp=2,tp=2", "dtype": "fp32", "micro_batches": 1}
-    for planner in ("ilp", f"random:{seed}"):
-        plan = build_plan(CalledTwice(), example_inputs=(inputs,), planner=planner, **options)
-        assert verify(CalledTwice(), plan, (inputs,)).equal
+    plan = build_plan(CalledTwice(), example_inputs=(inputs,), planner=planner, **options)
+    assert verify(CalledTwice(), plan, (inputs,)).equal
