@@ -235,7 +235,8 @@ def find_local_modules(module: nn.Module, plan: ShardingPlan, example_inputs: An
             by_local = run(texts=texts)
             wrong = [fqn for fqn in texts if not _is_same(by_dtensor.by_fqn[fqn], by_local.by_fqn.get(fqn, []))]
             if by_local.error is not None:
-                wrong = [fqn for fqn in texts if _is_in(by_local.failed, fqn)] or list(texts)
+                # Neither the module that failed nor any around it is tried again.
+                wrong = [fqn for fqn in entries if _is_in(by_local.failed, fqn)] or list(texts)
             if not wrong:
                 return texts if _is_same_outside(by_dtensor.by_fqn, by_local.by_fqn, texts) else {}
             kinds = {_kind(fqn) for fqn in wrong}

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from cost_model.layouts.quicker_dtensor import quicker_dtensor
 from executor.call_trace import CallTrace
 from executor.collective_counter import CollectiveCounter, Counts, axes_by_group
 from executor.redistribute import conjugate
 from executor.runtime.run_context import PhaseTracker
 from executor.shard import ForwardObserver, shard_on_meta
 from executor.torch_internals.dtensor import fake_process_group, local_of, make_dtensor
-from executor.torch_internals.strategies import matching_strategies_first
 from planner.errors import PlanError
 from planner.model_rewrites.assumed_values import AssumedValues
 from planner.model_rewrites.cache_argument import (
@@ -144,7 +144,7 @@ def _differentiated(output: Any) -> list[torch.Tensor]:
 def fake_processes(size: int) -> Iterator[None]:
     """Return a context with a fake process group of ``size`` ranks: the current group, or a new one if there is none.
 
-    DTensor makes its choices in less time there (``matching_strategies_first``).
+    DTensor makes its choices in less time there (``quicker_dtensor``).
 
     Raises:
         PlanError: the current process group has another size, or is not fake.
@@ -158,7 +158,7 @@ def fake_processes(size: int) -> Iterator[None]:
                 f"({dist.get_backend()}) is initialised.",
                 what_to_do="Call it before init_process_group, or in another process.",
             )
-        stack.enter_context(matching_strategies_first())
+        stack.enter_context(quicker_dtensor())
         yield
 
 

@@ -5,4 +5,5 @@ a rank's part of a shape    layout.local_shape
 uneven parts                uneven.piece_numel
 linear layers               linear.linear_layout, .linear_gradients
 what torch gets wrong       mended_torch.mend_torch
+DTensor in less time        quicker_dtensor.quicker_dtensor
 """

@@ -12,5 +12,4 @@ gloo process groups                          gloo
 generation                                   generation
 modes that see calls of torch                function_modes
 parameters that a forward sees otherwise     shown_parameters
-strategies of ops that DTensor chooses from  strategies
 """

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._ops import utils as dtensor_op_utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, divides, local_shape
 from cost_model.layouts.mended_torch import mend_torch
+from cost_model.layouts.quicker_dtensor import OutputMeta, global_outputs, quicker_dtensor
 from planner.errors import UnsupportedTorchError
 from planner.graph.op_graph import Op, Value, written_input
 from planner.graph.run_op import run_op
@@ -97,7 +98,7 @@ def quiet_dtensor() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     shapes.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), quicker_dtensor():
             warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
             yield
     finally:
@@ -155,17 +156,14 @@ def _verified(spec: DTensorSpec, order: ShardOrder) -> None:
         _verify_order(spec, order)
 
 
-_OutputMeta = TensorMeta | Sequence[TensorMeta | None] | None
-
-
 class GlobalOutputs:
     """Cache of the global shapes, strides and dtypes of ops' outputs; DTensor itself computes them for every layout."""
 
     def __init__(self) -> None:
-        self._metas: dict[Hashable, _OutputMeta] = {}
-        self._compute = ShardingPropagator._propagate_tensor_meta_non_cached
+        self._metas: dict[Hashable, OutputMeta] = {}
+        self._compute = global_outputs
 
-    def of(self, propagator: ShardingPropagator, schema: OpSchema) -> _OutputMeta:
+    def of(self, propagator: ShardingPropagator, schema: OpSchema) -> OutputMeta:
         """Return the global shape, strides and dtype of the outputs of the op of ``schema``."""
         key = schema.op, _without_layouts(schema.args_schema), _without_layouts(schema.kwargs_schema)
         if key not in self._metas:
