@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.errors import PlannerError, RunError
+from planner.model_rewrites.tree_paths import tensors_in
 
 _LONGEST = 240
 """Most characters of a cause in a message."""
@@ -86,5 +85,5 @@ def _first_line(error: Exception) -> str:
 def _call_text(call: Call) -> str:
     """Return a call as ``aten.view.default([4, 16], [4, 4, 4])``: tensors by their shapes."""
     func, args = call
-    shapes = [str(list(leaf.shape)) for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    shapes = [str(list(tensor.shape)) for tensor in tensors_in(args)]
     return f"{func}({', '.join(shapes)})"

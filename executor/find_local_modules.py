@@ -194,7 +194,7 @@ class _Observer:
         local = None
         if after.collectives == before.collectives and not any(t.is_partial for call in calls for t in call.tensors):
             local = _boundary(args, kwargs, output, is_random=after.random > before.random)
-        has_dtensors = any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs, output)))
+        has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs, output)))
         self.by_fqn.setdefault(fqn, []).append(
             _ModuleCall(local=local, calls=calls, first=first, has_dtensors=has_dtensors)
         )

@@ -30,7 +30,7 @@ from planner.model_rewrites.cache_argument import (
     recurrent_layer_numbers,
 )
 from planner.model_rewrites.random_branches import likelier_branches
-from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses
+from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses, tensors_in
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
 
@@ -135,7 +135,7 @@ def _differentiated(output: Any) -> list[torch.Tensor]:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
-    results = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     results = list({id(result): result for result in results}.values())
     return [result for result in results if result.dim() == 0] or results
 

@@ -9,9 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from executor.collective_counter import CollectiveKey, Counts
 from executor.resolve.batch import local_batch
@@ -19,6 +17,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.step_on_meta import StepOnMeta, fake_processes, meta_inputs
 from planner.errors import PlanError
 from planner.model_rewrites.eager_masks import unpacked_sequences
+from planner.model_rewrites.tree_paths import tensors_in
 from planner.plan.estimate import ONCE_A_STEP
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -170,7 +169,7 @@ def observed_collectives(
 
 
 def _check_samples(batch: int | None, micro_batches: int, example_inputs: Any) -> None:
-    tensors = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(example_inputs)
     lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     samples = (batch or 0) // micro_batches
     if micro_batches > 1 and batch in lengths and samples not in lengths:

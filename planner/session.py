@@ -33,6 +33,7 @@ from planner.search.pipeline.co_search import search_meshes, search_meshes_and_p
 from planner.search.pipeline.mesh_argument import no_pipeline
 from planner.search.pipeline.stage_planners import PlannedPipeline
 from planner.search.worker_context import RunKey, SearchConstraints
+from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.traced_job import TracedJob
 from planner.writing.axis_names import fastest_by_role
 from planner.writing.named_plan import named_plan
@@ -192,7 +193,7 @@ class PlanningSession(TracedJob):
         """
         name, seed = baselines.parse_planner(planner)
         keep_names = (keep_names and mesh is not None) or bool(self.job.pins or self.job.data_axes)
-        with gc_pause.paused():
+        with gc_pause.paused(), quiet_dtensor():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
             if seed is not None:

@@ -33,6 +33,8 @@ from covered.popular import POPULAR, inputs_of
 from covered.small_configs import small_model, tp_planned
 from torch import nn
 
+import executor.find_local_modules
+import executor.verify  # noqa: F401  planning imports both where it verifies a plan
 from cost_model.hardware.cluster import ClusterError
 from planner.build import verified_plan
 from planner.errors import ModelError, PlannerError, RunError

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from executor.ops.attention import attention
 from executor.ops.buffers.batch_norm import batch_norm, batch_norm_op, instance_norm
@@ -38,6 +37,7 @@ from executor.redistribute import Redistributor
 from planner.model_rewrites.replaced_calls.other_ops import REPLACEMENTS
 from planner.model_rewrites.replaced_calls.value_checks import value_that_passes
 from planner.model_rewrites.selected_rows.calls import SelectedRows
+from planner.model_rewrites.tree_paths import tensors_in
 
 OwnOp = Callable[..., Any]
 """(redistributor, the call's arguments) -> the call's result, or NotImplemented if the op does not cover the call."""
@@ -166,7 +166,7 @@ class OwnOps(TorchFunctionMode):
         *,
         is_own: bool,
     ) -> Any:
-        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+        if not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, dict(kwargs)))):
             return NotImplemented
         self._selected_rows = None  # what the calls are made of is not looked at again
         try:
@@ -178,7 +178,7 @@ class OwnOps(TorchFunctionMode):
     def _run_local(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a local op, or of a function of torch in Python, whose body may call one."""
         if getattr(func, "__name__", "") in self._local_ops:
-            if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            if any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs))):
                 return run_local(self._redistributor, func, args, kwargs)
         elif _is_in_python(func) and func not in self._own_ops and func not in self._running:
             self._running.add(func)  # some dispatch again from a function that they call, as torch.meshgrid does

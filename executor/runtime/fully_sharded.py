@@ -37,6 +37,7 @@ from executor.torch_internals import dtensor as torch_internals
 from executor.torch_internals import fsdp as fsdp_internals
 from executor.torch_internals.dtensor import make_dtensor, run_function
 from planner.errors import PlanLayoutError
+from planner.model_rewrites.tree_paths import tensors_in
 from planner.plan.reshard import ReshardAfter
 
 
@@ -281,7 +282,7 @@ def _argument_aliases(module: nn.Module, shared: SharedRedistributions) -> Itera
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return tensors_in((args, kwargs))
 
 
 class _PassHooks:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.counting.flop_count import FORMULAS
+from planner.model_rewrites.tree_paths import tensors_in
 
 
 class Dispatched(NamedTuple):
@@ -52,7 +52,7 @@ class LiveBytesMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(out)
         for leaf in results:
             self._count(leaf.untyped_storage())
         self.peak = max(self.peak, self.now)
@@ -81,7 +81,7 @@ def _moved_nbytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
 
     0 for a view and for uninitialized memory, which move none, and for a GEMM, which is priced by its shape.
     """
-    inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    inputs = tensors_in(args)
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = bool(storages) and all(result.untyped_storage()._cdata in storages for result in results)
     if (is_view and not func._schema.is_mutable) or "empty" in func.name() or func._overloadpacket in FORMULAS:

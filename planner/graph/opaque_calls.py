@@ -58,8 +58,9 @@ def opaque_calls(
         ModelError: the sizes of a result depend on values, or do not grow with the batch; a module is given numbers
             that are read from tensors; or it writes to its parameters.
     """
+    measured: dict[Hashable, _Measured] = {}
     few, more, other = (
-        _recorded(module, opaque, with_batch(inputs, samples, count), seed)
+        _recorded(module, opaque, with_batch(inputs, samples, count), seed, measured)
         for seed, count in enumerate((_FEW, _MORE, _FEW))
     )
     calls: dict[nn.Module, list[OpaqueCall]] = {}
@@ -80,12 +81,22 @@ def opaque_calls(
 
 
 def _recorded(
-    module: nn.Module, opaque: Collection[nn.Module], inputs: ExampleInputs, seed: int
+    module: nn.Module,
+    opaque: Collection[nn.Module],
+    inputs: ExampleInputs,
+    seed: int,
+    measured: dict[Hashable, _Measured],
 ) -> dict[nn.Module, list[_Recorded]]:
-    """Return opaque module -> its calls in a forward of ``module``; ``seed`` is that of the assumed values."""
+    """Return opaque module -> its calls in a forward of ``module``.
+
+    Args:
+        module, opaque, inputs: as for `opaque_calls`.
+        seed: of the assumed values.
+        measured: kind of call -> what it costs, of earlier forwards too; new kinds are added.
+    """
     recorded: dict[nn.Module, list[_Recorded]] = {part: [] for part in opaque}
     with ExitStack() as stack:
-        values, measured = AssumedValues(seed), dict[Hashable, _Measured]()
+        values = AssumedValues(seed)
         for part in opaque:
             part.__dict__["forward"] = _RecordingForward(part, recorded[part], values, measured)
             stack.callback(part.__dict__.pop, "forward", None)

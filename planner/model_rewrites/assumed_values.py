@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
-from planner.model_rewrites.tree_paths import tensors_in
+from planner.model_rewrites.tree_paths import leaves_in, tensors_in
 
 aten = torch.ops.aten
 
@@ -204,7 +204,7 @@ class AssumedValues(TorchDispatchMode):
     def _note_origins(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         """Note what each result comes of, so that one that is computed twice has the same values."""
         is_new = _is_chance(func) or func._schema.is_mutable or "empty" in func.name()
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_in((args, kwargs))
         parts = tuple(self._origin(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         for index, tensor in enumerate(results):
             origin = len(self._origins) if is_new else _number_of((func.name(), parts, index))

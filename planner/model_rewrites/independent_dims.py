@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from planner.model_rewrites.tree_paths import tensors_in
 
 _PIECE = 2
 """Length of a piece along the dims that are split; there are two pieces."""
@@ -166,7 +167,7 @@ def _sample(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return tensors_in(result)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from planner.counting.flop_count import FlopCount
 from planner.counting.live_bytes import NOTHING
@@ -24,6 +23,7 @@ from planner.graph.op_graph import ATTENTION, Op, OpGraph, Value
 from planner.graph.run_op import run_op
 from planner.model_rewrites import fused_kernels, opaque_op
 from planner.model_rewrites.experts import experts_op
+from planner.model_rewrites.tree_paths import tensors_in
 from planner.profile.dispatch_peak import OpRun, forward_peak, run_both_ways
 from planner.profile.meta_tensors import MetaTensors, ResultLayout
 from planner.profile.op_formulas import (
@@ -197,7 +197,7 @@ class _Profiler:
         with saved.noting(), FlopCount() as count:
             op_result = self._ran(op, run_op, args)
         saved.find(self.tensors)
-        results = [leaf for leaf in pytree.tree_leaves(op_result) if isinstance(leaf, torch.Tensor)]
+        results = tensors_in(op_result)
         # torch runs attention of tensors of other than four dims without a fused kernel.
         is_flash = op.target is ATTENTION and self._flash and len(inputs[0].shape) == 4
         if is_flash:

@@ -7,12 +7,12 @@ process that solves, which may be ended, and before anything is planned.
 from __future__ import annotations
 
 import torch
-from torch.utils import _pytree as pytree
 
 from planner.errors import GraphFormatError
 from planner.graph.op_graph import Op, OpGraph, at_batch
 from planner.graph.run_op import run_op
 from planner.graph.trace_module import BASE_BATCH, TracedModule
+from planner.model_rewrites.tree_paths import tensors_in
 
 
 def check_runs(module: TracedModule) -> None:
@@ -55,4 +55,4 @@ def _results(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         raise GraphFormatError.at(
             f"op {op.name[:100]}", f"it does not run: {type(error).__name__}: {message}"
         ) from error
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return tensors_in(result)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from executor.redistribute import Redistributor
 from executor.torch_internals.dtensor import local_of
+from planner.model_rewrites.tree_paths import tensors_in
 
 
 def whole(redistributor: Redistributor, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,10 +41,10 @@ def write_to_plain(
     A value whose gradient is recorded is not covered, because the plain tensor would have to become sharded.
     """
     written = kwargs.get("out", args[0] if args and _writes_first(func) else None)
-    targets = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+    targets = tensors_in(written)
     if not targets or any(isinstance(target, DTensor) for target in targets):
         return NotImplemented
-    values = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, DTensor)]
+    values = [tensor for tensor in tensors_in((args, dict(kwargs))) if isinstance(tensor, DTensor)]
     if not values or (torch.is_grad_enabled() and any(value.requires_grad for value in values)):
         return NotImplemented
     make_whole = functools.partial(whole, redistributor)

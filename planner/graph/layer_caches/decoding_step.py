@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
 from planner.graph.op_graph import Op
@@ -32,6 +31,7 @@ from planner.model_rewrites.cache_argument import (
     is_encoder_decoder,
     transformers_caches,
 )
+from planner.model_rewrites.tree_paths import tensors_in
 
 OP_NAME = "shardplan.cached_state.default"
 APPEND = "shardplan.with_new_token.default"
@@ -156,7 +156,7 @@ def decoding_step(module: nn.Module, layers: LayerStates, earlier: int) -> Itera
     def noting(number: int) -> Callable[..., None]:
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = signature(layer.forward).bind_partial(*args, **kwargs).arguments
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            tensors = tensors_in((args, kwargs))
             tokens = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1), None)
             cache = next((name for name, value in given.items() if is_cache(value)), None)
             if tokens is not None and cache is not None:

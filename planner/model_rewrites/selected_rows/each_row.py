@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from planner.model_rewrites.selected_rows.selection import selection_of
+from planner.model_rewrites.tree_paths import tensors_in
 
 _OPERATORS = {
     **dict.fromkeys(("truediv", "rtruediv"), "div"),
@@ -75,7 +75,7 @@ def _is_pointwise(name: str) -> bool:
 
 def _broadcasts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether all rows have the same dims, and other tensors the same elements for each row."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     dims = {tensor.dim() for tensor in tensors if selection_of(tensor) is not None}
     others = [tensor for tensor in tensors if selection_of(tensor) is None]
     most = max(dims)
