@@ -153,6 +153,7 @@ def plan_of_spec(
     return plan if auto is None else auto.recorded(plan)
 
 
+@gc_pause.paused()
 def verified_plan(
     session: PlanningSession,
     *,
@@ -230,8 +231,7 @@ def _with_verification(session: PlanningSession, plan: ShardingPlan) -> Sharding
     if session.progress is not None:
         session.progress(RUNNING_ON_FAKE_PROCESSES)
     start = time.perf_counter()
-    with gc_pause.paused():
-        plan = verified(session.module, plan, session.inputs, session.with_local_modules)
+    plan = verified(session.module, plan, session.inputs, session.with_local_modules)
     return dataclasses.replace(plan, timings={**plan.timings, "verify_s": time.perf_counter() - start})
 
 

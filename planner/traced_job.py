@@ -64,6 +64,7 @@ class TracedJob:
         progress: called with each event; None: events are dropped.
     """
 
+    @gc_pause.paused()
     def __init__(
         self,
         model: nn.Module | TracedModule,
@@ -159,7 +160,7 @@ class TracedJob:
     def _traced(self, model: nn.Module, opaque_modules: Sequence[str] | Mapping[str, str]) -> TracedModule:
         """Return ``model`` traced for the job, whose numbers of micro-batches are then those that the graph serves."""
         largest = self._batch // self._counts[0]
-        with gc_pause.paused(), self._clock.stage("trace_s"):
+        with self._clock.stage("trace_s"):
             traced = trace_at_batch(
                 model,
                 self.inputs,
