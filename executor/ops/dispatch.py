@@ -34,6 +34,8 @@ from executor.ops.reductions import COMPARISONS, LOSSES, compared, loss, nll_los
 from executor.ops.set_item import set_item
 from executor.ops.where import where
 from executor.redistribute import Redistributor
+from executor.torch_internals.dtensor import local_of
+from planner.model_rewrites.replaced_calls.finite_branches import LOOKS, OfFinite, branches_on_it
 from planner.model_rewrites.replaced_calls.other_ops import REPLACEMENTS
 from planner.model_rewrites.replaced_calls.value_checks import value_that_passes
 from planner.model_rewrites.selected_rows.calls import SelectedRows
@@ -135,6 +137,9 @@ class OwnOps(TorchFunctionMode):
             result = self._run_on_selected_rows(rows, func, args, kwargs, is_own=is_own)
             if result is not NotImplemented:
                 return result
+        if func in LOOKS and args and branches_on_it(sys._getframe(1)):
+            part = local_of(args[0]) if isinstance(args[0], DTensor) else args[0]
+            return OfFinite(LOOKS[func]) if part.is_meta else func(part)
         tensors = [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)] if func in _LOOKED_AT else ()
         if tensors and func is torch.Tensor.__bool__:
             passing = value_that_passes(sys._getframe(1))

@@ -1,6 +1,7 @@
 """Calls in a forward that a planned run replaces, and a trace by the same.
 
 checks of values                 value_checks
+branches on finite numbers       finite_branches
 the module's own checkpointing   checkpoints
 assignments to parts             assignments
 CTC loss, exponential numbers    other_ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +11,7 @@ import torch
 
 from cost_model.layouts.mended_torch import mend_torch
 from planner.model_rewrites.replaced_calls.assignments import assignments_as_ops
+from planner.model_rewrites.replaced_calls.finite_branches import numbers_are_finite
 from planner.model_rewrites.replaced_calls.other_ops import other_ops
 from planner.model_rewrites.replaced_calls.value_checks import checks_pass, without_value_checks
 
@@ -58,6 +59,14 @@ def without_checks(graph: Any) -> Any:
 
 @contextmanager
 def calls_as_ops() -> Iterator[None]:
-    """Within this context, calls are ops that have rules, checks of values pass, and autocast off leaves no trace."""
-    with other_ops(), without_value_checks(), checks_pass(), assignments_as_ops(), without_autocast_off():
+    """Within this context, calls are ops that have rules, checks of values pass, and autocast off leaves no trace.
+
+    Numbers are finite, as far as a branch asks.
+    """
+    with ExitStack() as stack:
+        for context in (
+            *(other_ops, without_value_checks, checks_pass, numbers_are_finite, assignments_as_ops),
+            without_autocast_off,
+        ):
+            stack.enter_context(context())
         yield

@@ -38,11 +38,12 @@ def value_that_passes(frame: FrameType) -> bool | None:
 
     It is at one if it is about to branch, and one branch does nothing but raise an error.
     """
-    return _value_that_passes(frame.f_code, frame.f_lasti)
+    return value_at(frame.f_code, frame.f_lasti)
 
 
 @functools.lru_cache(maxsize=1024)
-def _value_that_passes(code: CodeType, position: int) -> bool | None:
+def value_at(code: CodeType, position: int) -> bool | None:
+    """Return `value_that_passes` of a frame that runs ``code`` and is at the instruction at ``position``."""
     instructions = list(dis.get_instructions(code))
     at = next((i for i, each in enumerate(instructions) if each.offset == position), None)
     if at is None or at + 2 >= len(instructions):

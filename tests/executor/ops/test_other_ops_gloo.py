@@ -70,6 +70,22 @@ class Normed(nn.Module):
         return F.multi_margin_loss(self.head(hidden, x[:, 0]), targets[:, 0])
 
 
+class Clamped(nn.Module):
+    """Clamps numbers if any is infinite, as some samples' are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        hidden = torch.where(x[..., :1] > 2, torch.inf, self.layer(x))
+        if not torch.isfinite(hidden).all():
+            limit = torch.finfo(hidden.dtype).max - 1000
+            hidden = torch.clamp(hidden, min=-limit, max=limit)
+        return F.cross_entropy(self.head(hidden.tanh().mean(1)), targets[:, 0])
+
+
 def hubert() -> nn.Module:
     config = HubertConfig(
         vocab_size=CLASSES,
@@ -102,6 +118,7 @@ MODULES = {
     "summed CTC": functools.partial(Speech, "sum"),
     "CTC of each sample": functools.partial(Speech, "none"),
     "values that are checked": functools.partial(CheckedValues, WIDTH, CLASSES),
+    "numbers that are not finite": Clamped,
     "weight norm, margins": Normed,
     "HubertForCTC": hubert,
 }
@@ -142,6 +159,11 @@ def test_losses_and_parameters_are_those_of_the_unsharded_module(errors: dict[st
     assert max(errors[name]) < 1e-5
 
 
+def test_numbers_are_not_finite_on_some_ranks() -> None:
+    _, (x, _) = made("numbers that are not finite")
+    assert {bool((part[..., 0] > 2).any()) for part in x.chunk(4)} == {True, False}
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if "weight norm" not in name])  # it has much of the work
 def test_the_batch_is_split(name: str) -> None:
     plan = plan_of(name)
@@ -177,7 +199,7 @@ def test_drawn_numbers_leave_the_batch_split() -> None:
     assert plan.verification.outcome == "as-planned"
 
 
-@pytest.mark.parametrize("name", ["values that are checked", "HubertForCTC"])
+@pytest.mark.parametrize("name", ["values that are checked", "numbers that are not finite", "HubertForCTC"])
 def test_checks_leave_data_parallelism_without_collectives_of_their_own(name: str) -> None:
     module, inputs = made(name)
     options: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "micro_batches": 1, "ac": "none"}
