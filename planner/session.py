@@ -386,8 +386,7 @@ class PlanningSession(TracedJob):
                 return report
             baseline = None
             if name in baselines.NAMES:
-                allowed = baselines.restriction_of(name, meshes[-1], self._tp_plan, self._analysis.graph)
-                baseline = name, allowed
+                baseline = name, baselines.restriction_of(name, meshes[-1], self._tp_plan, self._analysis.graph)
             return no_layout_error(self._planner, meshes, counts, pins, baseline)
 
     def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:

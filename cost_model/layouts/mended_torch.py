@@ -20,7 +20,7 @@ may be 1 in the smallest micro-batch that a search looks at.
 may, DTensor changes the tensor's placements and leaves its values as they were. Of a view, this is an error here.
 
 **On the meta device**, where the planner measures ops, some do not run: backwards of margin losses and of one pooling,
-Dirichlet and binomial numbers.
+Dirichlet and binomial numbers, and ``masked_fill`` with a number that is a tensor on the CPU, as GPUs take it.
 
 **Backwards of activations.** DTensor has no rules for those of hard-swish, leaky ReLU and others, which are pointwise.
 """
@@ -69,6 +69,8 @@ _LIKE_ARGUMENT = {
 """Ops without a kernel on the meta device -> position of the argument that their result is like."""
 _META: list[torch.library.Library] = []
 """Keeps what is registered."""
+_MASKED: list[torch.library.Library] = []
+"""Keeps the kernels of `masked_fill`."""
 
 
 def mend_torch() -> None:
@@ -87,6 +89,10 @@ def mend_torch() -> None:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             _META.append(torch.library.Library("aten", "IMPL", "Meta"))
             _META[-1].impl(name, functools.partial(_like_argument, position))
+    if not _MASKED:
+        _MASKED.append(torch.library.Library("aten", "IMPL", "Meta"))
+        _MASKED[-1].impl("masked_fill.Tensor", _masked_fill)
+        _MASKED[-1].impl("masked_fill_.Tensor", _masked_fill_in_place)
     mended = (
         (torch._meta_registrations, _GROUPED_MM, _in_any_dtype),
         (decompositions, _BATCH_NORM, _of_one_value),
@@ -101,6 +107,16 @@ def mend_torch() -> None:
 
 def _like_argument(position: int, *arguments: Any, **options: Any) -> torch.Tensor:
     return torch.empty_like(arguments[position])
+
+
+def _masked_fill(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if value.dim():
+        raise RuntimeError(f"masked_fill takes a value of 0 dims, not of {value.dim()}.")
+    return torch.where(mask, value.to("meta", tensor.dtype), tensor).contiguous()
+
+
+def _masked_fill_in_place(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return tensor.copy_(_masked_fill(tensor, mask, value))
 
 
 def _shifted(op_call: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

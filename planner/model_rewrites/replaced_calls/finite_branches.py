@@ -107,7 +107,7 @@ def numbers_are_finite() -> Iterator[None]:
 
 def _assuming(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def look(*args: Any, **kwargs: Any) -> Any:
+    def assumed(*args: Any, **kwargs: Any) -> Any:
         return OfFinite(LOOKS[function]) if branches_on_it(sys._getframe(1)) else function(*args, **kwargs)
 
-    return look
+    return assumed

@@ -82,3 +82,13 @@ def test_autocast_that_is_off_may_be_named_on_the_meta_device() -> None:
         assert not torch.is_autocast_enabled("cpu")
     with pytest.raises(RuntimeError, match="meta"):
         torch.autocast("meta", torch.bfloat16)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_elements_are_filled_with_a_number_on_the_cpu(in_place: bool) -> None:
+    tensor, mask = torch.empty(2, 3, device="meta"), torch.ones(3, dtype=torch.bool, device="meta")
+    filled = (tensor.masked_fill_ if in_place else tensor.masked_fill)(mask, torch.tensor(1, dtype=torch.int64))
+    assert (filled.shape, filled.dtype, filled.is_meta) == (tensor.shape, tensor.dtype, True)
+    assert (filled is tensor) == in_place
+    with pytest.raises(RuntimeError, match="0 dims"):
+        tensor.masked_fill(mask, torch.ones(3))
