@@ -276,6 +276,12 @@ def has_kv_cache(module: nn.Module) -> bool:
     return config is not None and not is_encoder_decoder(module) and cache_argument(module) is not None
 
 
+def keeps_prompt(module: nn.Module) -> bool:
+    """Return whether ``module`` keeps keys and values, or states, of a prompt, as decoders do."""
+    encodes = is_encoder_decoder(module) and cache_argument(module) is not None
+    return encodes or has_kv_cache(module)
+
+
 def check_can_decode(module: nn.Module) -> None:
     """Check that decoding with ``module`` can be planned.
 

@@ -17,8 +17,8 @@ from planner.graph.capture import ExampleInputs, quiet_export, to_meta
 from planner.graph.example_inputs import (
     GivenInputs,
     batch_size_of,
-    has_kv_cache,
     inputs_from_config,
+    keeps_prompt,
     meta_inputs,
     with_batch,
     with_dtype,
@@ -241,7 +241,7 @@ def trace_at_batch(
     if phase == "training":
         inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
-    keeps = phase == "decode" or (phase == "prefill" and has_kv_cache(module))
+    keeps = phase == "decode" or (phase == "prefill" and keeps_prompt(module))
 
     def traced() -> tuple[OpGraph, int | None]:
         with quiet_export():

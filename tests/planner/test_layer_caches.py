@@ -179,6 +179,46 @@ def test_an_encoders_keys_and_values_are_in_the_cache_of_a_step(name: str) -> No
     assert any("does not run the encoder" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("mesh", [None, "dp=2,tp=2"])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_prompt_leaves_keys_and_values_of_both_kinds(name: str, mesh: str | None) -> None:
+    """Of the decoder's 5 tokens, and of what its encoder made; the encoder keeps nothing."""
+    model, batch = encoder_decoder(name), 8
+    inputs: dict[str, torch.Tensor] = {"decoder_input_ids": torch.zeros(batch, 5, dtype=torch.long)}
+    if name == "whisper":
+        inputs["input_features"] = torch.zeros(batch, 8, 2 * FRAMES)
+    else:
+        inputs["input_ids"] = torch.zeros(batch, SEQ, dtype=torch.long)
+    with torch.no_grad():
+        output = model(**inputs, use_cache=True)
+    both = (output.cache.self_attention_cache, output.cache.cross_attention_cache)
+    nbytes = sum(all_nbytes(layer) for cache in both for layer in cache.layers)
+    cluster = "1x1xtoy" if mesh is None else "1x4xtoy"
+    plan = build_plan(
+        model, example_inputs=inputs, cluster=cluster, mesh=mesh, phase="prefill", batch=batch, dtype="fp32"
+    )
+    assert plan.estimate is not None
+    assert plan.estimate.memory["kv_cache"] == nbytes / plan.mesh.size
+    assert not any("no key-value cache" in note for note in plan.notes)
+
+
+def test_an_encoder_of_images_keeps_nothing() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes),
+        text_config=transformers.LlamaConfig(vocab_size=96, **sizes),
+        image_token_index=90,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    ids[:, :16] = 90
+    inputs = {"input_ids": ids, "pixel_values": torch.zeros(BATCH, 3, 32, 32)}
+    plan = build_plan(model, example_inputs=inputs, cluster="1x1xtoy", phase="prefill", batch=BATCH, dtype="fp32")
+    assert plan.estimate is not None
+    assert plan.estimate.memory["kv_cache"] == 2 * 2 * BATCH * SEQ * 64 * 4
+
+
 def test_a_step_reads_the_encoders_keys_and_values_and_computes_none_of_them() -> None:
     graph = trace_module(encoder_decoder("t5"), phase="decode", batch=BATCH, seq=SEQ, dtype="fp32").graph
     modules = {graph.calls[op.call].fqn for op in graph.ops}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from planner.graph.layer_caches.kept import (
     filled_cache,
     has_caches,
     layer_states,
+    states_after_prompt,
     with_keys_and_values,
     with_layer_caches,
 )
@@ -49,8 +51,16 @@ def trace_with_caches(
         JobError: the model keeps states elsewhere than in transformers' usual cache.
         ModelError: it does not run with a cache, or does not read its states, or nothing is known of a cache.
     """
+    decodes = earlier is not None
+    if is_encoder_decoder(module) and not decodes:
+        graph, rest = trace()
+        cache = None
+        with suppress(ModelError):  # without a call by keyword, what is one op counts alone
+            cache = filled_cache(module, meta, call)
+        states = states_after_prompt(graph, module, cache, _tokens_of(call))
+        return with_layer_caches(graph, module, states), rest
     cache = filled_cache(module, meta, call)
-    states, decodes = layer_states(module, cache), earlier is not None
+    states = layer_states(module, cache)
     if decodes and not states and (recurrent_layer_numbers(module) or is_encoder_decoder(module)):
         raise own_cache(module)
     with decoding_step(meta, states if decodes else {}, earlier or 0):
@@ -72,8 +82,8 @@ def trace_with_caches(
 
 
 def _tokens_of(call: Mapping[str, Any]) -> int:
-    """Return the tokens of a sequence in the arguments of a call; 0 where no argument is of tokens."""
-    leaves = pytree.tree_leaves(dict(call))
+    """Return the tokens of a decoder's sequence in the arguments of a call; 0 where no argument is of tokens."""
+    leaves = pytree.tree_leaves(call.get("decoder_input_ids", dict(call)))
     tokens = [
         leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.long and leaf.dim() == 2
     ]

@@ -51,17 +51,18 @@ def with_layer_caches(graph: OpGraph, module: nn.Module, states: LayerStates, *,
         ModelError: in the step, a layer does not read its states.
     """
     attention = _attention_caches(module)
-    if not attention and not states:
-        return graph
     if decodes:
         _check_states_are_read(graph, module, states)
     producers = _producers(graph)
+    keeping = {op.name for op in graph.ops if op.target is ATTENTION}
+    if not decodes:
+        keeping &= {op.name for op in _attention_that_keeps(graph, module)}
 
     def cache_of(op: Op) -> OpCache | None:
         if op.target is not ATTENTION:
             return op.cache
-        if decodes and _reads_state(producers, op.inputs[1]):
-            return OpCache(window=0)  # an op holds its keys and values
+        if op.name not in keeping or (decodes and _reads_state(producers, op.inputs[1])):
+            return OpCache(window=0)  # in a step, an op holds its keys and values
         fqn = _nearest(graph.calls[op.call].fqn, attention.__contains__)
         return op.cache if fqn is None else attention[fqn]
 
@@ -79,6 +80,63 @@ def with_layer_caches(graph: OpGraph, module: nn.Module, states: LayerStates, *,
             if holder is not None:
                 ops[holder] = dataclasses.replace(ops[holder], cache=OpCache(state_nbytes=nbytes))
     return dataclasses.replace(graph, digraph=build_digraph(ops))
+
+
+def _attention_that_keeps(graph: OpGraph, module: nn.Module) -> list[Op]:
+    """Return the ops of attention that keep keys and values of a prompt: those of a decoder, not of an encoder.
+
+    An encoder of images is known by its layers, which have no number in the cache. Where no layer has one, all keep.
+    """
+    encoder, numbers = _encoder(module), _decoder_numbers(module)
+    fqns = {op.name: graph.calls[op.call].fqn for op in graph.ops if op.target is ATTENTION}
+    ops = [op for op in graph.ops if op.name in fqns and (encoder is None or not _is_in(fqns[op.name], encoder))]
+    numbered = [op for op in ops if _nearest(fqns[op.name], numbers.__contains__) is not None]
+    return numbered or ops
+
+
+def _encoder(module: nn.Module) -> str | None:
+    """Return the FQN of the encoder of an encoder-decoder; None for others."""
+    get_encoder: Any = getattr(module, "get_encoder", None)
+    if get_encoder is None or not is_encoder_decoder(module):
+        return None
+    encoder = get_encoder()
+    return next((fqn for fqn, part in module.named_modules() if part is encoder and fqn), None)
+
+
+def _decoder_numbers(module: nn.Module) -> dict[str, int]:
+    """Return FQN of a layer -> its number in the cache, without those of an encoder, which keep nothing."""
+    encoder = _encoder(module)
+    numbers = _layer_numbers(module)
+    return {fqn: n for fqn, n in numbers.items() if encoder is None or not _is_in(fqn, encoder)}
+
+
+def states_after_prompt(graph: OpGraph, module: nn.Module, cache: Any, tokens: int) -> LayerStates:
+    """Return what layers of an encoder-decoder keep of a prompt whose attention is no single op.
+
+    Args:
+        graph: the traced model.
+        module: the model.
+        cache: transformers' cache after a call with one sequence; None: not known.
+        tokens: tokens of a sequence of the decoder.
+    """
+    eager, cross = set(eager_attention(graph, module, cache)), _cross_states(cache)
+    single = {graph.calls[op.call].fqn for op in _attention_that_keeps(graph, module)}
+    layers: dict[int, list[str]] = {}
+    for fqn, number in _decoder_numbers(module).items():
+        if fqn in _innermost(module):
+            layers.setdefault(number, []).append(fqn)
+    kept: dict[str, tuple[int, tuple[CachedState, ...]]] = {}
+    for number, fqns in layers.items():
+        if number in eager:
+            states = with_keys_and_values({}, module, cache, [number], tokens)
+            kept[fqns[0]] = states[fqns[0]]
+        # A layer's attention to the encoder comes behind that to its own tokens.
+        if number in cross and not any(_is_in(op, fqns[-1]) for op in single):
+            states_of_cross = tuple(
+                state._replace(place=state.place.removeprefix(f"{CROSS}.")) for state in cross[number]
+            )
+            kept[fqns[-1]] = (number, (*kept.get(fqns[-1], (number, ()))[1], *states_of_cross))
+    return kept
 
 
 def has_caches(graph: OpGraph) -> bool:
@@ -120,7 +178,7 @@ def eager_attention(graph: OpGraph, module: nn.Module, cache: Any) -> list[int]:
     layers = _self_attention(cache).layers if cache is not None else []
     keeping = {n for n, layer in enumerate(layers) if isinstance(getattr(layer, KEYS, None), torch.Tensor)}
     numbers, producers = _layer_numbers(module), _producers(graph)
-    ops = [op for op in graph.ops if op.target is ATTENTION and not _reads_state(producers, op.inputs[1])]
+    ops = [op for op in _attention_that_keeps(graph, module) if not _reads_state(producers, op.inputs[1])]
     if len(ops) >= len(keeping):
         return []
     nearest = (_nearest(graph.calls[op.call].fqn, numbers.__contains__) for op in ops)
