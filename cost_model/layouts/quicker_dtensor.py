@@ -72,7 +72,9 @@ def global_outputs(propagator: ShardingPropagator, schema: OpSchema) -> OutputMe
 
 
 def _on_meta(tree: Any) -> Any:
-    """Return an op's arguments, with tensors on the meta device in place of DTensors' specs."""
+    """Return an op's arguments, with tensors on the meta device in place of DTensors' specs, and it for any device."""
+    if isinstance(tree, torch.device):
+        return torch.device("meta")
     if isinstance(tree, DTensorSpec):
         meta = tree.tensor_meta
         assert meta is not None

@@ -137,7 +137,7 @@ class OwnOps(TorchFunctionMode):
             result = self._run_on_selected_rows(rows, func, args, kwargs, is_own=is_own)
             if result is not NotImplemented:
                 return result
-        if func in LOOKS and args and branches_on_it(sys._getframe(1)):
+        if func in LOOKS and args and isinstance(args[0], torch.Tensor) and branches_on_it(sys._getframe(1)):
             part = local_of(args[0]) if isinstance(args[0], DTensor) else args[0]
             return OfFinite(LOOKS[func]) if part.is_meta else func(part)
         tensors = [x for x in _arguments(args, kwargs) if isinstance(x, DTensor)] if func in _LOOKED_AT else ()

@@ -121,9 +121,10 @@ def states_after_prompt(graph: OpGraph, module: nn.Module, cache: Any, tokens: i
     """
     eager, cross = set(eager_attention(graph, module, cache)), _cross_states(cache)
     single = {graph.calls[op.call].fqn for op in _attention_that_keeps(graph, module)}
+    innermost = _innermost(module)
     layers: dict[int, list[str]] = {}
     for fqn, number in _decoder_numbers(module).items():
-        if fqn in _innermost(module):
+        if fqn in innermost:
             layers.setdefault(number, []).append(fqn)
     kept: dict[str, tuple[int, tuple[CachedState, ...]]] = {}
     for number, fqns in layers.items():

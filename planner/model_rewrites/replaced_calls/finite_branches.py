@@ -1,8 +1,8 @@
 """Branches on whether numbers are finite: ``if not torch.isfinite(x).all(): x = x.clamp(-limit, limit)``.
 
 A trace takes all numbers to be finite, as a plan is of a run that works. In a planned run, each rank looks at its own
-part and branches by itself, so that no rank waits for another. What such branches do, they do to each element by
-itself, and change nothing that is finite: the numbers are those of the unsharded model.
+part (of partial sums, at its addends) and branches by itself, so that no rank waits for another. The numbers are those
+of the unsharded model where the branch acts on each element by itself, and changes none that is finite.
 """
 
 from __future__ import annotations

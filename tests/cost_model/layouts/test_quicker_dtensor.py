@@ -13,9 +13,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.debug import CommDebugMode
 
-from cost_model.layouts.quicker_dtensor import quicker_dtensor
+from cost_model.layouts.quicker_dtensor import global_outputs, quicker_dtensor
 from executor.torch_internals.caches import empty_caches_of_shapes
 from executor.torch_internals.dtensor import fake_process_group, make_dtensor
 
@@ -77,3 +79,13 @@ def test_that_choices_are_the_same(sizes: tuple[int, ...], data: st.DataObject) 
         elsewhere = run(name, inputs, mesh)
         with quicker_dtensor():
             assert run(name, inputs, mesh) == elsewhere
+
+
+def test_results_on_a_named_device_are_not_allocated() -> None:
+    elements = 1 << 50
+    with fake_process_group(2):
+        x = laid_out((8, 16), DeviceMesh("cpu", torch.arange(2)), (Shard(0),))
+    schema = OpSchema(torch.ops.aten.new_zeros.default, (x._spec, [elements]), {"device": torch.device("cpu")})
+    made = global_outputs(DTensor._op_dispatcher.sharding_propagator, schema)
+    assert isinstance(made, TensorMeta)
+    assert made.shape == (elements,)
