@@ -13,7 +13,7 @@ from planner.errors import ModelError
 from planner.graph.capture import ExampleInputs
 from planner.graph.op_graph import OpGraph
 from planner.graph.opaque_calls import opaque_calls
-from planner.graph.trace_errors import cannot_run
+from planner.graph.trace_errors import called_from_outside, cannot_run
 from planner.model_rewrites.opaque_op import opaque_as_one_op
 from planner.model_rewrites.selected_rows.trace import is_in_list, masks_keep_all
 from planner.plan.patterns import resolve_keys
@@ -70,7 +70,13 @@ def trace_with_opaque(
             causes = {module.get_submodule(name): cause for name, cause in opaque.items()}
             calls = opaque_calls(module, causes.keys(), inputs, samples, batch)
             with opaque_as_one_op(calls, causes), masks_keep_all(module) if masks is _Masks.KEEP_ALL else nullcontext():
-                return trace()
+                graph = trace()
+            entered = next((name for name in opaque if _runs_inside(graph, name)), None)
+            if entered is None:
+                return graph
+            latest = called_from_outside(entered)
+            error = error or latest
+            failing = _around(entered)
         except ModelError as again:
             latest = again
             error = error or again
@@ -102,6 +108,11 @@ def _with_module(module: nn.Module, opaque: set[str], failing: str) -> set[str]:
     alike = {name for name, part in module.named_modules() if type(part) is kind and _pattern(name) == pattern}
     names = opaque | alike
     return {name for name in names if not any(_is_in(name, other) for other in names)}
+
+
+def _runs_inside(graph: OpGraph, name: str) -> bool:
+    """Return whether a module inside the opaque module ``name`` is called from outside of it."""
+    return any(_is_in(graph.calls[op.call].fqn, name) for op in graph.ops)
 
 
 def _pattern(name: str) -> str:

@@ -65,6 +65,16 @@ def written_in_parts(fqn: str) -> ModelError:
     )
 
 
+def called_from_outside(fqn: str) -> ModelError:
+    """Return the error for an opaque module of which a part is called from outside of it."""
+    return ModelError(
+        f"{fqn} is to run as one op, and a module inside it is called from outside of it.",
+        what_to_do="Name a module around both as opaque, or call what is inside through it.",
+        module=fqn,
+        cause="a module inside it is called from outside",
+    )
+
+
 def check_is_plain(module: nn.Module) -> None:
     """Raise a `ModelError` that lists all parts of ``module`` which no trace reads: code and tensors of other kinds."""
     parts = dict(module.named_modules())

@@ -78,6 +78,35 @@ def test_the_module_around_takes_over_where_a_result_has_no_size() -> None:
     assert splits_of(traced(Residual(MeanOfRows()), torch.randn(BATCH, 6, 16))) == {"inner": ""}
 
 
+class WithHead(nn.Module):
+    """Branches on values, and calls its head, as the module around it does too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * 2 if x[0, 0, 0] > 0 else x)
+
+
+class CallsInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = WithHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.inner(x)
+        return first + self.inner.head(x)
+
+
+def test_the_module_around_takes_over_where_it_calls_what_is_inside() -> None:
+    inputs = torch.randn(BATCH, 6, 16)
+    assert splits_of(traced(CallsInside(), inputs)).keys() == {""}
+    plan = build_plan(CallsInside(), example_inputs=(inputs,), cluster="1x2xtoy", dtype="fp32", batch=BATCH)
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+
+
 def test_samples_that_need_each_other_are_not_split() -> None:
     assert splits_of(traced(Residual(NormOfTheBatch()), torch.randn(BATCH, 6, 16))) == {"inner": ""}
 
