@@ -5,9 +5,10 @@ strategies on three axes: 729) and prices each; of those that need no redistribu
 first at the products of strategies that match the inputs on some axis, which hold all that need none, and at every
 product only where none does without.
 
-**Shapes of an op's results.** DTensor gets them from fake tensors on the mesh's device, which takes about ten times as
-long as to run the op on the meta device. There the statistics of a layer norm are fp32, as on GPUs; on CPUs they are in
-its input's dtype. Over a third of the models of `benchmarks/covered/` no other dtype or shape differs.
+**Shapes of an op's results.** DTensor gets them from fake tensors on the mesh's device, in 255 us for a product of
+matrices. To run the op on the meta device takes 15 us. The statistics of a layer norm are fp32 there, as on GPUs, and
+in its input's dtype on CPUs. Else, in 28,633 ops of 115 models of `benchmarks/covered/`, only strides of dims of size 1
+differed.
 """
 
 from __future__ import annotations

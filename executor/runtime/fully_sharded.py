@@ -267,10 +267,10 @@ def _argument_aliases(module: nn.Module, shared: SharedRedistributions) -> Itera
     originals: list[torch.Tensor] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        originals[:] = _tensors(args, kwargs)
+        originals[:] = tensors_in((args, kwargs))
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for original, alias in zip(originals, _tensors(args, kwargs), strict=True):
+        for original, alias in zip(originals, tensors_in((args, kwargs)), strict=True):
             if alias is not original:
                 shared.add_alias(alias, original)
         originals.clear()
@@ -279,10 +279,6 @@ def _argument_aliases(module: nn.Module, shared: SharedRedistributions) -> Itera
     module.register_forward_pre_hook(after, with_kwargs=True, prepend=True)
     yield
     module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return tensors_in((args, kwargs))
 
 
 class _PassHooks:

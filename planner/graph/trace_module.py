@@ -85,7 +85,7 @@ class TracedModule:
         traced_batch: batch size of the graph.
         any_batch: whether the graph serves any batch (`at_batch`); otherwise it serves ``traced_batch`` only.
         phase: phase that the graph is for; in a graph for inference no value needs a gradient.
-        has_kv_cache: whether the module is a decoder with a KV cache.
+        has_kv_cache: whether layers keep keys and values, latents or states, in inference.
         fused_ops: whether fused ops replace chains of small ops (`planner.model_rewrites.fuse_ops`).
         fused_projections: whether projections are fused (`planner.model_rewrites.fuse_projections`).
     """

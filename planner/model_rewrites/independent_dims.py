@@ -88,14 +88,16 @@ def _tried(
 ) -> Dims | None:
     """Return what `split_outputs` does, from tensors of ``shapes``; errors of the op propagate."""
     on_meta = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    if sum(tensor.numel() for tensor in [*on_meta, *_tensors(run(on_meta))]) > _MOST_ELEMENTS:
+    if sum(tensor.numel() for tensor in [*on_meta, *tensors_in(run(on_meta))]) > _MOST_ELEMENTS:
         return None
     generator = torch.Generator().manual_seed(0)
     tensors = [_sample(shape, dtype, generator) for shape, dtype in zip(shapes, dtypes, strict=True)]
     with torch.device("cpu"):
-        whole = _tensors(run(list(tensors)))
+        whole = tensors_in(run(list(tensors)))
         first, second = (
-            _tensors(run([t if d is None else t.narrow(d, start, _PIECE) for t, d in zip(tensors, dims, strict=True)]))
+            tensors_in(
+                run([t if d is None else t.narrow(d, start, _PIECE) for t, d in zip(tensors, dims, strict=True)])
+            )
             for start in (0, _PIECE)
         )
     if not len(whole) == len(first) == len(second):
@@ -164,10 +166,6 @@ def _sample(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
         kind = torch.complex64 if dtype.is_complex else torch.float32
         return torch.randn(shape, generator=generator, dtype=kind) * scale
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return tensors_in(result)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

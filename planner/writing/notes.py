@@ -61,7 +61,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if run.cluster.waste:
         yield f"{UNLIKE_DEVICES}: {'; '.join(map(str, run.cluster.waste))}."
     if run.job.phase == "prefill" and not module.has_kv_cache:
-        yield "no key-value cache is counted: the model has none."
+        yield "no key-value cache is counted: the model has none, or what it keeps is not known."
     kept = [op.cache for op in traced.graph.ops if op.cache is not None]
     windows = [cache.window for cache in kept if cache.window]
     if windows:

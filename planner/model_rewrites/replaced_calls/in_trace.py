@@ -57,6 +57,9 @@ def without_checks(graph: Any) -> Any:
     return graph
 
 
+_REPLACED = (other_ops, without_value_checks, checks_pass, numbers_are_finite, assignments_as_ops, without_autocast_off)
+
+
 @contextmanager
 def calls_as_ops() -> Iterator[None]:
     """Within this context, calls are ops that have rules, checks of values pass, and autocast off leaves no trace.
@@ -64,9 +67,6 @@ def calls_as_ops() -> Iterator[None]:
     Numbers are finite, as far as a branch asks.
     """
     with ExitStack() as stack:
-        for context in (
-            *(other_ops, without_value_checks, checks_pass, numbers_are_finite, assignments_as_ops),
-            without_autocast_off,
-        ):
-            stack.enter_context(context())
+        for replaced in _REPLACED:
+            stack.enter_context(replaced())
         yield
