@@ -42,6 +42,7 @@ from executor.runtime.random_state import RandomState, attach_random_state, draw
 from executor.runtime.root.added_parameters import refuse_plain_parameters
 from executor.runtime.root.copies import refuse_copies
 from executor.runtime.root.eager_only import keep_eager
+from executor.runtime.root.packed_images import attach_packed_images
 from executor.runtime.root.root_arguments import attach_root_arguments
 from executor.runtime.root.save_pretrained import refuse_save_pretrained
 from executor.runtime.root.sharded_root import ShardedRoot, remember_root
@@ -221,7 +222,9 @@ def _shard(
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     form = BatchForm(job.batch // plan.micro_batches if job.batch else None, is_planned=plan.solver is not None)
     inputs_dtype = None if plan.solver is None else resolved.compute_dtype
-    attach_root_arguments(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form, inputs_dtype)
+    root_ports = resolved.boundaries.inputs.get("", {})
+    attach_packed_images(module, root_ports, resolved.device_mesh, form)
+    attach_root_arguments(module, root_ports, resolved.device_mesh, form, inputs_dtype)
     attach_ports(module, resolved.boundaries, shared, form)
     attach_states(module, resolved.boundaries.inputs, redistributor, form)
     attach_local_outputs(module, resolved.boundaries)
@@ -248,7 +251,7 @@ def _shard(
     reduction.attach_root(module)
     watch_optimizers(module, reduction)
     contexts.attach(module, resolved.sharded_parts(module) if plan.solver is None else ())
-    attach_batch_check(module, resolved.boundaries.inputs.get("", {}), resolved.device_mesh, form)
+    attach_batch_check(module, root_ports, resolved.device_mesh, form)
     refuse_save_pretrained(module)
     refuse_unfrozen(module, narrowed)
     if resolved.fsdp_groups:

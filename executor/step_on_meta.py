@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from cost_model.layouts.quicker_dtensor import quicker_dtensor
 from executor.call_trace import CallTrace
@@ -29,6 +28,7 @@ from planner.model_rewrites.cache_argument import (
     is_encoder_decoder,
     recurrent_layer_numbers,
 )
+from planner.model_rewrites.image_sizes.tables import inputs_on_meta
 from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses, tensors_in
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
@@ -66,21 +66,27 @@ class StepOnMeta:
             self._trace.attach(model)
         return model
 
-    def _values(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _values(self, batch: Any) -> Iterator[None]:
         """Return a context with the values that the planner assumed, for a plan with opaque modules."""
-        return AssumedValues() if self._plan.opaque_modules else nullcontext()
+        if not self._plan.opaque_modules:
+            yield
+            return
+        with AssumedValues() as values:
+            values.know(batch)
+            yield
 
     def decoding_batch(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the arguments of a decoding step, from those of one token."""
         self._counter = self._new_counter()
-        with self._trace.reported("filling the cache"), self._counter, self._values(), likelier_branches():
+        with self._trace.reported("filling the cache"), self._counter, self._values(batch), likelier_branches():
             return _decoding_batch(model, batch, self._plan.job.seq or 0)
 
     def run_micro_batch(self, model: nn.Module, batch: Any, *, forward_only: bool = False) -> Counts:
         """Return the collectives of one micro-batch: of its forward and, in training, its backward."""
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
         self._counter = self._new_counter()
-        with self._counter, self._values():
+        with self._counter, self._values(batch):
             with (
                 self._trace.reported("the forward"),
                 torch.set_grad_enabled(self._plan.job.training),
@@ -177,6 +183,4 @@ def meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
 def meta_inputs(example_inputs: Any) -> Any:
     """Return ``example_inputs`` with tensors on meta in place of all tensors."""
     look_into_dataclasses(example_inputs)
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), example_inputs
-    )
+    return inputs_on_meta(example_inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.step_on_meta import StepOnMeta, fake_processes, meta_inputs
 from planner.errors import PlanError
 from planner.model_rewrites.eager_masks import unpacked_sequences
+from planner.model_rewrites.image_sizes.positions import with_position_ids
 from planner.model_rewrites.tree_paths import tensors_in
 from planner.plan.estimate import ONCE_A_STEP
 from planner.plan.sharding_plan import ShardingPlan
@@ -155,7 +157,10 @@ def observed_collectives(
         stack.enter_context(unpacked_sequences())
         step = StepOnMeta(device_mesh, plan)
         model = step.sharded(module, dataclasses.replace(plan, micro_batches=run))
-        batch = local_batch(meta_inputs(example_inputs), device_mesh, plan)
+        inputs = meta_inputs(example_inputs)
+        if isinstance(inputs, Mapping):
+            inputs = with_position_ids(module, (), inputs)
+        batch = local_batch(inputs, device_mesh, plan)
         if plan.job.phase == "decode":
             batch = step.decoding_batch(model, batch)
         passes = [step.run_micro_batch(model, batch) for _ in range(run)]

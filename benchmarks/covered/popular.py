@@ -88,7 +88,6 @@ SIDE = 32
 
 IMAGE_TOKENS: Mapping[str, int] = {
     "llava": 16,
-    "qwen2_5_vl": 4,
     "paligemma": 16,
     "idefics3": 4,
     "mllama": 1,
@@ -96,7 +95,10 @@ IMAGE_TOKENS: Mapping[str, int] = {
     "llama4": 4,
     "muse_spark": 4,
 }
-"""model_type -> tokens that stand for one image in the text; other types with an image token get text alone."""
+"""model_type -> tokens that stand for one image in the text, where no table of sizes says it.
+
+Other types with an image token get text alone.
+"""
 
 
 def inputs_of(model: PreTrainedModel, batch: int = 8) -> dict[str, Any]:
@@ -136,7 +138,17 @@ def _sees(model: PreTrainedModel) -> bool:
     """Return whether ``model`` is given images: always, unless it needs image tokens of a number we do not know."""
     config = model.config
     marks = any(getattr(config, f"image_token_{kind}", None) is not None for kind in ("id", "index"))
-    return not marks or config.model_type in IMAGE_TOKENS
+    return not marks or _image_tokens(model) is not None
+
+
+def _image_tokens(model: PreTrainedModel) -> int | None:
+    """Return how many tokens stand for one image in the text of ``model``; None: we do not know."""
+    config = model.config
+    vision = getattr(config, "vision_config", None)
+    merged = getattr(vision, "spatial_merge_size", None)
+    if merged and "image_grid_thw" in inspect.signature(model.forward).parameters:
+        return (SIDE // vision.patch_size // merged) ** 2
+    return IMAGE_TOKENS.get(config.model_type)
 
 
 def _tokens(model: PreTrainedModel, shape: tuple[int, ...]) -> torch.Tensor:
@@ -155,10 +167,12 @@ def _image(model: PreTrainedModel, batch: int, takes: Mapping[str, inspect.Param
         patches = SIDE // vision.patch_size
         inputs["pixel_values"] = torch.randn(batch * patches**2, 3 * frames * vision.patch_size**2)
         inputs[grid] = torch.tensor([[1, patches, patches]] * batch)
-    if config.model_type in IMAGE_TOKENS:
+    count = _image_tokens(model)
+    if count is not None:
         mark = getattr(config, "image_token_id", None) or config.image_token_index
         tokens = _tokens(model, (batch, LENGTH))
-        tokens[:, 1 : 1 + IMAGE_TOKENS[config.model_type]] = mark
+        tokens[tokens == mark] += 1
+        tokens[:, 1 : 1 + count] = mark
         inputs["input_ids"] = tokens
         if "mm_token_type_ids" in takes:
             inputs["mm_token_type_ids"] = (tokens == mark).int()

@@ -19,6 +19,7 @@ from executor.torch_internals.random import random_region
 from planner.model_rewrites.independent_dims import (
     Dims,
     check_recurrent,
+    check_selected,
     split_outputs,
     with_plain_split,
     without_chance,
@@ -57,9 +58,10 @@ def run_local(
         dims = tuple(sharded_dim(places[p]) if p in places else None for p in tensors)
         outputs = None
         if any(dim is not None for dim in dims):
+            # What is whole on every rank is cut where the op needs pieces of it.
+            plain = tuple(index for index, dim in enumerate(dims) if dim is None)
             key = func, str(structure), _constants(leaves), _shapes(tensors), dims
-            plain = [index for index, position in enumerate(tensors) if position not in dtensors]
-            trial = functools.partial(_trial, functools.partial(call, is_trial=True), tensors, dims, plain)
+            trial = functools.partial(_trial, functools.partial(call, is_trial=True), func, tensors, dims, plain)
             split = _remembered(key, trial)
             if split is None:
                 return NotImplemented
@@ -71,8 +73,11 @@ def run_local(
         for position, tensor in dtensors.items()
     }
     for index, (position, tensor) in enumerate(tensors.items()):
-        if position not in dtensors:
-            local[position] = _piece(redistributor, tensor, [dims[index] for dims in split_on])
+        layout = tuple(dtensors[position].placements) if position in dtensors else redistributor.replicated
+        cut = [dims[index] if place.is_replicate() else None for dims, place in zip(split_on, layout, strict=True)]
+        local[position] = _piece(redistributor, local.get(position, tensor), cut)
+    for dims in split_on:
+        check_selected(func.__name__, dims, [local[position] for position in tensors])
     first = next(iter(dtensors.values()))
     with nullcontext() if first.is_meta else random_region(first.placements):
         results, result_structure = pytree.tree_flatten(call(local))
@@ -113,7 +118,7 @@ def _gradient(tensor: DTensor, split_on: list[Dims]) -> Layout:
 
 
 def _piece(redistributor: Redistributor, plain: torch.Tensor, split_on: Sequence[int | None]) -> torch.Tensor:
-    """Return this rank's piece of a plain tensor, which is whole on every rank; one dim for each mesh axis."""
+    """Return this rank's piece of a tensor, which is whole along the axes that have a dim here; None: it stays so."""
     for axis, dim in enumerate(split_on):
         if dim is not None:
             length = plain.shape[dim] // redistributor.axis_size(axis)
@@ -123,6 +128,7 @@ def _piece(redistributor: Redistributor, plain: torch.Tensor, split_on: Sequence
 
 def _trial(
     call: Callable[[Mapping[int, torch.Tensor]], Any],
+    func: Callable[..., Any],
     tensors: Mapping[int, torch.Tensor],
     dims: Dims,
     plain: Collection[int],
@@ -132,9 +138,16 @@ def _trial(
 
     def outputs_of(tried: Dims) -> Dims | None:
         dtypes = [tensor.dtype for tensor in tensors.values()]
-        return split_outputs(lambda given: call(dict(zip(positions, given, strict=True))), shapes, dtypes, tried)
+        run = functools.partial(_filled, call, positions)
+        return split_outputs(run, shapes, dtypes, tried, func.__name__)
 
-    return with_plain_split(outputs_of, shapes, dims, plain)
+    return with_plain_split(outputs_of, shapes, dims, plain, func.__name__)
+
+
+def _filled(
+    call: Callable[[Mapping[int, torch.Tensor]], Any], positions: Sequence[int], given: Sequence[torch.Tensor]
+) -> Any:
+    return call(dict(zip(positions, given, strict=True)))
 
 
 _results: dict[Any, tuple[Dims, Dims] | None] = {}

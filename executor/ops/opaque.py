@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,8 @@ from executor.torch_internals.random import random_region
 from executor.torch_internals.shown_parameters import sharded_slots, showing
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.assumed_values import AssumedValues
+from planner.model_rewrites.image_sizes.packed_attention import packed_attention
+from planner.model_rewrites.image_sizes.values import is_numbers
 from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SampleSplit
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
@@ -58,12 +60,13 @@ class _OpaqueForward:
         parameters: list[Any] = [p for part in self._module.modules() for p in part._parameters.values()]
         if not any(isinstance(tensor, DTensor) for tensor in (*tensors, *parameters)):
             return self._forward(*args, **kwargs)
-        with_samples = self._paths_with_samples(by_path)
+        with_samples = self._paths_with_samples(by_path) | {path for path, t in by_path.items() if is_numbers(t)}
         by_samples = self._sample_axes(by_path, with_samples)
         given = iter([self._local(tensor, path in with_samples, by_samples) for path, tensor in by_path.items()])
         local_args, local_kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(given), (args, kwargs))
         layout = tuple(Shard(0) if axis in by_samples else Replicate() for axis in range(self._axes))
-        with self._local_parameters(by_samples) as local_parameters:
+        packed = packed_attention(self._module) if any(map(is_numbers, tensors)) else nullcontext()
+        with packed, self._local_parameters(by_samples) as local_parameters:
             if any(tensor is not None and tensor.is_meta for tensor in (*tensors, *parameters)):
                 output = self._on_meta(local_args, local_kwargs, local_parameters)
             else:
@@ -142,6 +145,7 @@ class _OpaqueForward:
             return tensor
 
         AssumedValues.restart_numbers()
+        args, kwargs = AssumedValues.on_meta((args, kwargs))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = self._forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(output)

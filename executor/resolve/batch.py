@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
@@ -18,7 +20,10 @@ from cost_model.layouts.layout import Layout, divides, format_layout, shard_coun
 from executor.resolve.checks import check_member, check_mesh
 from executor.resolve.sharded_as import sharded_as
 from planner.errors import PlanLayoutError, UnmatchedKeyError
-from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text
+from planner.model_rewrites.image_sizes.positions import POSITION_IDS, with_position_ids
+from planner.model_rewrites.image_sizes.tables import check_alike, samples_of, size_tables, whole_table
+from planner.model_rewrites.image_sizes.values import as_numbers, values_of, with_values
+from planner.model_rewrites.tree_paths import look_into_dataclasses, path_text, tensors_in
 from planner.plan.ports import ports_of
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -31,6 +36,28 @@ def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
 
 _sources: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakTensorKeyDictionary()
 """Slice -> the global tensor that it was cut from, while both live. Global, because callers pass plain tensors on."""
+
+
+_unmade_ids: MutableMapping[torch.Tensor, Callable[[nn.Module], torch.Tensor]] = WeakTensorKeyDictionary()
+"""Slice of a table of sizes -> makes this rank's slice of the position ids that its batch lacks."""
+
+
+def position_ids_of(table: torch.Tensor, module: nn.Module) -> torch.Tensor | None:
+    """Return this rank's slice of the position ids of a batch that ``local_batch`` has cut; None: they are not needed.
+
+    Args:
+        table: the slice of the batch's table of sizes.
+        module: the root, which makes them of the whole batch.
+    """
+    make = _unmade_ids.get(table)
+    return None if make is None else make(module)
+
+
+def _position_ids(
+    batch: Mapping[str, Any], layout: Layout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], root: nn.Module
+) -> torch.Tensor:
+    ids = with_position_ids(root, (), batch)[POSITION_IDS]
+    return slice_of(ids, layout, mesh_shape, coordinate, POSITION_IDS)
 
 
 def global_tensor_of(local: torch.Tensor) -> torch.Tensor | None:
@@ -127,17 +154,20 @@ def local_batch(
     device = None
     if isinstance(device_mesh, nn.Module):
         known = sharded_as(device_mesh)
+        if isinstance(batch, Mapping):
+            batch = with_position_ids(device_mesh, (), batch)
         device_mesh, plan = known.device_mesh, known.plan
         device = device_mesh.device_type
     if plan is None:
         raise TypeError("local_batch() needs a plan with a device mesh; or give the sharded module alone")
     check_member(device_mesh)
     layouts = root_layouts(plan)
+    mesh_shape, ranks = tuple(device_mesh.shape), 1
     if is_local:
+        ranks = math.prod(mesh_shape[axis] for axis in _sample_axes(layouts.values()))
         layouts = _of_local_samples(layouts)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    mesh_shape = tuple(device_mesh.shape)
     first = next(iter(batch), "") if isinstance(batch, dict) else "0"
     look_into_dataclasses(batch)
 
@@ -148,15 +178,24 @@ def local_batch(
     if pad is not None:
         batch = _padded(batch, _planned(batch, layout_of), mesh_shape, pad)
     planned = _planned(batch, layout_of)
+    tables = _whole_tables(batch, ranks)
+    ids = layouts.get(POSITION_IDS) if isinstance(batch, Mapping) and POSITION_IDS not in batch else None
 
     def local_slice(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         name = path_text(path)
+        if name in tables:
+            table = as_numbers(tables[name] if device is None else tables[name].to(device))
+            if ids is not None:
+                _unmade_ids[table] = functools.partial(_position_ids, dict(batch), ids, mesh_shape, tuple(coordinate))
+            return table
         layout = layout_of(name)
         if layout is None:
             layout = layout_like(leaf.shape, planned, name, layouts)
         piece = slice_of(leaf, layout, mesh_shape, tuple(coordinate), name)
+        if leaf.is_meta and (values := values_of(leaf)) is not None:
+            with_values(piece, slice_of(values, layout, mesh_shape, tuple(coordinate), name))
         piece = piece if device is None else piece.to(device)
         if not is_local:
             _sources[piece] = weakref.ref(sources[name])
@@ -170,6 +209,21 @@ def _planned(batch: Any, layout_of: Callable[[str], Layout | None]) -> list[tupl
     leaves = ((path_text(path), leaf) for path, leaf in pytree.tree_leaves_with_path(batch))
     tensors = ((layout_of(name), leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
     return [(tuple(leaf.shape), layout) for layout, leaf in tensors if layout is not None]
+
+
+def _whole_tables(batch: Any, ranks: int) -> dict[str, torch.Tensor]:
+    """Return name -> table of the sizes of all images, for those tables that ``batch`` has the parts of one rank of.
+
+    Raises:
+        JobError: samples have images of other sizes than the first one.
+    """
+    tensors = tensors_in(batch)
+    tables = size_tables(tensors)
+    if not tables:
+        return {}
+    names = {id(leaf): path_text(path) for path, leaf in pytree.tree_leaves_with_path(batch)}
+    check_alike(tables, samples_of(tensors, tables), names)
+    return {names[id(table.tensor)]: whole_table(table, ranks) for table in tables}
 
 
 def _padded(

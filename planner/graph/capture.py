@@ -32,10 +32,14 @@ from planner.graph.op_graph import SAME_TENSOR, Call, Ref
 from planner.model_rewrites.cache_argument import is_cache
 from planner.model_rewrites.eager_masks import masks_by_broadcasting, unpacked_sequences
 from planner.model_rewrites.experts.modules import experts_as_one_op
+from planner.model_rewrites.image_sizes.in_trace import sizes_known
+from planner.model_rewrites.image_sizes.values import is_numbers
 from planner.model_rewrites.mla import mla_keys_concatenated
 from planner.model_rewrites.random_branches import likelier_branches
+from planner.model_rewrites.replaced_calls.assigned_buffers import assigned_buffers_written
 from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
 from planner.model_rewrites.replaced_calls.in_trace import calls_as_ops, without_checks
+from planner.model_rewrites.replaced_calls.split_and_cat import Parts
 from planner.model_rewrites.sync_batch_norm import batch_norm_for_sync, norms_in_dtype_of_statistics
 from planner.model_rewrites.torch_attention import attention_as_planned
 from planner.model_rewrites.tree_paths import computed_tensors, look_into_dataclasses, path_text
@@ -169,7 +173,7 @@ class _BoundaryMarkers:
         marked: dict[int, Any] = {}
 
         def mark(leaf: Any) -> Any:
-            if not isinstance(leaf, (torch.Tensor, torch.fx.Proxy)):
+            if not isinstance(leaf, (torch.Tensor, torch.fx.Proxy)) or is_numbers(leaf):
                 return leaf
             if id(leaf) not in marked:
                 text = SAME_TENSOR.join(paths[id(leaf)])
@@ -189,36 +193,14 @@ class _BoundaryMarkers:
         index = self._stack.pop()
         if self.calls[index].parent is None:
             # torch.export refuses a cache among the results, which in a planned call nobody reads.
-            output = pytree.tree_map(lambda leaf: None if is_cache(leaf) else leaf, output)
+            output = pytree.tree_map(_as_result, output)
         return self._mark((output,), index, "output")[0]
 
 
-@contextmanager
-def _assigned_buffers_written(root: nn.Module) -> Iterator[None]:
-    """Within this context, a buffer that its module replaces by a new tensor is captured as a write to the old one.
-
-    The executor makes new tensors whole when the module's forward ends (`executor.runtime.buffers`).
-    """
-    before: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-
-    def remember(module: nn.Module, args: tuple[Any, ...]) -> None:
-        before[module] = dict(module._buffers)
-
-    def write(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for name, old in before[module].items():
-            new = module._buffers.get(name)
-            if old is not None and new is not None and new is not old and new.shape == old.shape:
-                with torch.no_grad():
-                    old.copy_(new)
-                module._buffers[name] = old
-
-    with ExitStack() as stack:
-        for module in root.modules():
-            # torch.export itself captures the root's.
-            if module._buffers and module is not root:
-                stack.callback(module.register_forward_pre_hook(remember).remove)
-                stack.callback(module.register_forward_hook(write).remove)
-        yield
+def _as_result(leaf: Any) -> Any:
+    if isinstance(leaf, Parts):
+        return leaf.whole
+    return None if is_cache(leaf) or is_numbers(leaf) else leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +234,9 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     norms_in_dtype_of_statistics(module)
     with (
         experts_as_one_op(module, activation_costs),  # which calls activations, before they have markers
-        _assigned_buffers_written(module),
+        assigned_buffers_written(module),
         markers.attached(),
+        sizes_known(module, inputs.args, inputs.kwargs),
         unpacked_sequences(),
         attention_as_planned(),
         without_own_checkpoints(warn=True),

@@ -14,7 +14,16 @@ from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
 from planner.graph.layer_caches.kept import undecoded_layers
 from planner.model_rewrites.cache_argument import cache_argument, has_own_cache, is_encoder_decoder
-from planner.model_rewrites.tree_paths import look_into_dataclasses
+from planner.model_rewrites.image_sizes.tables import (
+    check_alike,
+    check_known,
+    inputs_on_meta,
+    sample_dim,
+    samples_of,
+    size_tables,
+    with_samples,
+)
+from planner.model_rewrites.tree_paths import look_into_dataclasses, tensors_by_path, tensors_in
 from planner.plan.job_spec import JobPhase
 
 DEFAULT_IMAGE_SIZE = 224
@@ -31,7 +40,7 @@ def meta_inputs(arguments: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs
     """Return ``arguments`` on the meta device; a tensor that occurs twice becomes two tensors.
 
     Raises:
-        JobError: ``arguments`` are neither a sequence nor a mapping.
+        JobError: ``arguments`` are neither a sequence nor a mapping, or samples have images of other sizes.
     """
     if not isinstance(arguments, (tuple, list, Mapping)):
         raise JobError(
@@ -41,19 +50,27 @@ def meta_inputs(arguments: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs
         )
     args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
     look_into_dataclasses(args, kwargs)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
+    check_known(kwargs)
+    given = tensors_by_path(args, kwargs)
+    tables = size_tables(given.values())
+    if tables:
+        names = {id(tensor): path for path, tensor in given.items()}
+        check_alike(tables, samples_of(list(given.values()), tables), names)
+    args, kwargs = inputs_on_meta((args, kwargs))
     return ExampleInputs(args=args, kwargs=kwargs)
 
 
 def batch_size_of(inputs: ExampleInputs) -> int:
-    """Return the global batch size: the first dim of the first input tensor that is not a scalar.
+    """Return the global batch size: the first dim of the first input tensor that has one, and is no row of patches.
 
     Raises:
         ModelError: no tensor of the inputs has a dim.
     """
-    for leaf in pytree.tree_leaves((inputs.args, dict(inputs.kwargs))):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return int(leaf.shape[0])
+    tensors = [tensor for tensor in tensors_in((inputs.args, dict(inputs.kwargs))) if tensor.ndim]
+    if tables := size_tables(tensors):
+        return samples_of(tensors, tables)
+    if tensors:
+        return len(tensors[0])
     raise ModelError(
         "the example inputs have no tensor with a batch dim.", what_to_do="Give the arguments of one forward call."
     )
@@ -62,12 +79,20 @@ def batch_size_of(inputs: ExampleInputs) -> int:
 def with_batch(inputs: ExampleInputs, current_batch: int, batch: int, *, in_later_dims: bool = False) -> ExampleInputs:
     """Return ``inputs`` at another batch: every first dim of size ``current_batch`` becomes ``batch``.
 
+    With a table of the sizes of images, each sample has as many as before, of the same sizes.
+
     Args:
         in_later_dims: whether, in a tensor whose first dim has another size, the only dim of this size does so too, as
             in the initial state [layers, batch, width] of a recurrent layer.
     """
 
+    tensors = tensors_in((inputs.args, dict(inputs.kwargs)))
+    tables = size_tables(tensors)
+
     def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if tables:
+            dim = sample_dim(tensor, tables, tensors, current_batch)
+            return tensor if dim is None else with_samples(tensor, dim, current_batch, batch)
         dims = [dim for dim, size in enumerate(tensor.shape) if size == current_batch]
         if dims[:1] == [0] or (in_later_dims and len(dims) == 1):
             shape = (*tensor.shape[: dims[0]], batch, *tensor.shape[dims[0] + 1 :])

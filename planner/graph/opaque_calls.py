@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ from planner.graph.capture import ExampleInputs
 from planner.graph.example_inputs import with_batch
 from planner.graph.sample_splits import RunnableCall, SampleSplits
 from planner.model_rewrites.assumed_values import AssumedValues
+from planner.model_rewrites.attention_on_meta import attention_on_meta
+from planner.model_rewrites.image_sizes.packed_attention import packed_attention
+from planner.model_rewrites.image_sizes.tables import size_tables
 from planner.model_rewrites.opaque_op import OpaqueCall, OpaqueCosts
 from planner.model_rewrites.random_branches import likelier_branches
 from planner.model_rewrites.replaced_calls.checkpoints import without_own_checkpoints
@@ -103,6 +106,7 @@ def _recorded(
         stack.enter_context(values)
         stack.enter_context(without_own_checkpoints())
         stack.enter_context(likelier_branches())
+        values.know((inputs.args, inputs.kwargs))
         module(*inputs.args, **inputs.kwargs)
     return recorded
 
@@ -135,9 +139,11 @@ class _RecordingForward:
             filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             run_args, run_kwargs = pytree.tree_unflatten(filled, structure)
             self._values.numbers.restart()
-            return self._forward(*run_args, **run_kwargs)
+            with attention_on_meta(), packed_attention(self._module) if reads_sizes else nullcontext():
+                return self._forward(*run_args, **run_kwargs)
 
         tensors, parameters = tensors_in(leaves), list(self._module.parameters())
+        reads_sizes = bool(size_tables(tensors))
         versions = [parameter._version for parameter in parameters]
         output = run(tensors)
         if versions != [parameter._version for parameter in parameters]:
@@ -151,7 +157,7 @@ class _RecordingForward:
             _Recorded(
                 args=args,
                 kwargs=kwargs,
-                output=output,
+                output=pytree.tree_map(lambda leaf: leaf, output),  # the caller may change the one it gets
                 costs=costs,
                 saved_arguments=frozenset(paths[index] for index in saved),
             )
@@ -220,6 +226,7 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int, sp
     # Whole numbers, so that what grows is a multiple of the traced batch (`planner.graph.op_graph.at_batch`).
     growth = [max(round((b - a) / (_MORE - _FEW)), 0) for a, b in zip(few.costs, more.costs, strict=True)]
     fixed = [max(cost - _FEW * slope, 0) for cost, slope in zip(few.costs, growth, strict=True)]
+    by_path = tensors_by_path(few.args, few.kwargs)
     call = RunnableCall(
         module=module,
         args=few.args,
@@ -233,6 +240,7 @@ def _at_batch(module: nn.Module, few: _Recorded, more: _Recorded, batch: int, sp
         fixed=OpaqueCosts(*fixed),
         saved_arguments=few.saved_arguments | more.saved_arguments,
         split=splits.of(call),
+        rows={path: max(len(tensor) // _FEW, 1) for path, tensor in by_path.items() if tensor.dim()},
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from planner.model_rewrites.image_sizes.values import is_numbers
+
 _PARTS = frozenset({"__iter__", "unbind", "split", "split_with_sizes", "chunk", "tensor_split", "tolist"})
 _ONE_SAMPLE = frozenset({"__getitem__", "select", "narrow", "index_select"})
 _MOST = 64
@@ -38,7 +40,7 @@ class NoSampleLoops(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        source = args[0] if args and isinstance(args[0], torch.Tensor) and not is_numbers(args[0]) else None
         if source is not None and name in _PARTS and self._parts(name, source, args, kwargs) >= self._batch:
             raise SampleLoopError(name)
         result = func(*args, **kwargs)

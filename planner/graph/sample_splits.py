@@ -11,7 +11,8 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.model_rewrites.image_sizes.packed_attention import packed_attention
+from planner.model_rewrites.image_sizes.tables import size_tables
 from planner.model_rewrites.opaque_op import MEAN, SAMPLES, SUM, WHOLE, SampleSplit
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
@@ -79,6 +82,9 @@ def _sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
         inputs.append(SAMPLES if grown else WHOLE)
     if SAMPLES not in inputs:
         return None
+    if trials := _with_images(call, samples):
+        found = (_split_of(call, shapes, inputs, tables) for shapes, tables in trials)
+        return next((split for split in found if split is not None), None)
     # Halves of two samples.
     places = zip(call.sizes, inputs, strict=True)
     shapes = [(2 * few[0] // samples, *few[1:]) if place == SAMPLES else few for (few, _), place in places]
@@ -89,9 +95,46 @@ def _sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
         shapes = [_short(shape, tensor) for shape, tensor in zip(shapes, tensors, strict=True)]
         if whole_flops / longest * _SHORT > _MOST_FLOPS:
             return None
+    return _split_of(call, shapes, inputs, {})
+
+
+_SIDES = (4, 16)
+"""Longest sides of images in a trial, in patches; where a module refuses them, the true ones follow."""
+_MOST_FRAMES = 2
+_MOST_FLOPS_OF_IMAGES = 3e11
+
+
+def _with_images(call: RunnableCall, samples: int) -> list[tuple[list[tuple[int, ...]], dict[int, torch.Tensor]]]:
+    """Return the trials of a module that reads the sizes of images: shapes of halves, and position -> whole table.
+
+    The images are smaller in the first ones. None where the module reads no sizes, or takes too long.
+    """
+    tensors = tensors_in((call.args, call.kwargs))
+    tables = size_tables(tensors)
+    trials = []
+    for side in (*_SIDES, max((int(table.values.max()) for table in tables), default=0)):
+        values, rows, flops = {}, {}, 0.0
+        for tensor, known, packed in tables:
+            sizes = known[: 4 * len(known) // samples].clone()
+            sizes[:, -2:].clamp_(max=side)
+            sizes[:, :-2].clamp_(max=_MOST_FRAMES)
+            pieces = int(sizes.prod(-1).sum())
+            values[next(i for i, other in enumerate(tensors) if other is tensor)] = sizes
+            rows[id(packed)] = pieces // 2
+            flops = max(flops, 2 * call.flops * pieces / len(packed))
+        if tables and flops <= _MOST_FLOPS_OF_IMAGES:
+            shapes = [(rows.get(id(tensor), 2 * len(tensor) // samples), *tensor.shape[1:]) for tensor in tensors]
+            trials.append((shapes, values))
+    return trials
+
+
+def _split_of(
+    call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str], tables: Mapping[int, torch.Tensor]
+) -> SampleSplit | None:
+    """Return how a call runs on samples, from a trial with tensors of these shapes, or with ``tables``."""
     with torch.random.fork_rng(devices=()), torch.enable_grad(), torch.device("cpu"):
         try:
-            outputs = _tried(call, shapes, inputs)
+            outputs = _tried(call, shapes, inputs, tables)
         except Exception:  # noqa: BLE001  whatever the module raises on such tensors
             return None
     paths = tensors_by_path(call.args, call.kwargs)
@@ -104,7 +147,9 @@ def _short(shape: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(size if dim in (0, features) else min(size, _SHORT) for dim, size in enumerate(shape))
 
 
-def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str]) -> tuple[str, ...] | None:
+def _tried(
+    call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str], tables: Mapping[int, torch.Tensor]
+) -> tuple[str, ...] | None:
     """Return how the outputs come of whole samples and of halves; errors of the module propagate."""
     torch.manual_seed(0)
     module, chances = _on_cpu(call.module), _Chances()
@@ -120,7 +165,7 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
         ])  # fmt: skip
         filled = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(filled, structure)
-        with chances.of(half):
+        with chances.of(half), packed_attention(module) if tables else nullcontext():
             return [result.detach() for result in tensors_in(module(*args, **kwargs))]
 
     dtypes = [tensor.dtype for tensor in tensors_in((call.args, call.kwargs))]
@@ -134,6 +179,7 @@ def _tried(call: RunnableCall, shapes: list[tuple[int, ...]], inputs: list[str])
             else _random(shape, dtype)
             for shape, place, dtype in zip(shapes, inputs, dtypes, strict=True)
         ]
+        tensors = [tables.get(index, tensor) for index, tensor in enumerate(tensors)]
         alike = outputs(tensors)
         if None in alike or (places and alike != places):
             return None
@@ -261,7 +307,7 @@ class _Chances(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _drops_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         torch.manual_seed(self._calls)
         self._calls += 1
@@ -276,6 +322,13 @@ class _Chances(TorchDispatchMode):
             raise ValueError(f"all samples share the random numbers of {func}")
         mine = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(2)[self._half].clone(), whole)
         return args[0].copy_(mine) if func._schema.is_mutable else mine
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether ``func`` is an attention without dropout, which draws no numbers."""
+    arguments = {each.name: each.default_value for each in func._schema.arguments}
+    given = dict(zip(arguments, args, strict=False)) | dict(kwargs)
+    return bool({"dropout_p": 1, **arguments, **given}["dropout_p"] == 0)
 
 
 def _twice(name: str, value: Any) -> Any:

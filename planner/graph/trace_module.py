@@ -34,6 +34,8 @@ from planner.model_rewrites import opaque_op
 from planner.model_rewrites.cache_argument import without_cache
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
+from planner.model_rewrites.image_sizes.encoders import encoders_of_sizes
+from planner.model_rewrites.image_sizes.positions import with_position_ids
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.former_names import accepts_former_names
 from planner.plan.job import Job
@@ -204,7 +206,8 @@ def resolve_inputs(
     if phase == "decode":
         advice = "Leave example_inputs out: those of a decoding step are made from the Hugging Face config."
         raise JobError("decoding cannot be planned from example inputs.", what_to_do=advice, field="phase")
-    return meta_inputs(example_inputs)
+    inputs = meta_inputs(example_inputs)
+    return ExampleInputs(args=inputs.args, kwargs=with_position_ids(module, inputs.args, inputs.kwargs))
 
 
 def trace_at_batch(
@@ -242,6 +245,8 @@ def trace_at_batch(
         inputs = ExampleInputs(args=inputs.args, kwargs=without_cache(module.forward, inputs.args, inputs.kwargs))
     typed = with_dtype(inputs, TORCH_DTYPES[dtype])
     keeps = phase == "decode" or (phase == "prefill" and keeps_prompt(module))
+    few = with_batch(typed, samples, 2)
+    opaque |= dict.fromkeys(encoders_of_sizes(copy, few.args, few.kwargs), "it reads the sizes of images")
 
     def traced() -> tuple[OpGraph, int | None]:
         with quiet_export():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from planner.ilp.quantities import NEVER_ALIVE, Lifetime, Quantity
 from planner.liveness.backward_liveness import Timeline
 from planner.liveness.op_order import NEVER
+from planner.model_rewrites.opaque_op import OP_NAME
 from planner.regions.blocks import Blocks
-from planner.regions.regions import RegionGraph
+from planner.regions.regions import Region, RegionGraph
 
 _UsePair = tuple[tuple[int, int], tuple[int, int]]
 
@@ -160,11 +162,28 @@ def _reader_calls(regions: RegionGraph) -> dict[str, dict[str, dict[tuple[int, i
     """Return parameter -> name -> use (region class, slot) -> calls of the parameter's reader that contain the use."""
     found: dict[str, dict[str, dict[tuple[int, int], set[int]]]] = {}
     for region in regions.regions:
+        alike = _alike_in_opaque(region)
         for position, slot in enumerate(region.slots):
             if slot.origin == "parameter" and slot.parameter is not None and slot.reader is not None:
                 by_use = found.setdefault(slot.value.name, {}).setdefault(slot.parameter, {})
-                by_use.setdefault((regions.class_of[region.index], position), set()).add(slot.reader)
+                use = regions.class_of[region.index], alike.get(position, position)
+                by_use.setdefault(use, set()).add(slot.reader)
     return found
+
+
+def _alike_in_opaque(region: Region) -> dict[int, int]:
+    """Return position of a parameter of an opaque module -> position of the first of its kind.
+
+    Those of equal blocks inside the module are of one kind: all are whole where it runs.
+    """
+    first: dict[Hashable, int] = {}
+    return {
+        position: first.setdefault((re.sub(r"\d+", "*", slot.parameter), slot.value.shape, slot.value.dtype), position)
+        for item in region.ops
+        if item.op.target_name == OP_NAME
+        for position in item.inputs
+        if (slot := region.slots[position]).origin == "parameter" and slot.parameter is not None
+    }
 
 
 def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:

@@ -15,5 +15,7 @@ dims on which an op is split     independent_dims.split_outputs
 opaque modules as one op         opaque_op.opaque_as_one_op
 modules on local tensors         local_module.LocalModule
 values for tensors without       assumed_values.AssumedValues
+attention on the meta device     attention_on_meta
+images that are packed           image_sizes
 paths of tensors in arguments    tree_paths.path_text
 """

@@ -7,13 +7,19 @@ numbers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import Any, NamedTuple
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
+from planner.model_rewrites.image_sizes.values import values_of
 from planner.model_rewrites.tree_paths import leaves_in, tensors_in
 
 aten = torch.ops.aten
@@ -89,16 +95,30 @@ class AssumedValues(TorchDispatchMode):
         self._values: dict[Any, torch.Tensor] = {}
         self._pending: dict[Any, _Pending] = {}
         self._alive: list[torch.UntypedStorage] = []
-        self._origins: dict[Any, int] = {}
+        self._origins: dict[int, dict[Any, int]] = {}
+        """Storage, as long as it lives -> origin of each tensor in it."""
+        self._counted = itertools.count()
         self.numbers = AssumedNumbers()
+
+    @staticmethod
+    def _innermost() -> AssumedValues | None:
+        stack = reversed(_get_current_dispatch_mode_stack())
+        return next((mode for mode in stack if isinstance(mode, AssumedValues)), None)
 
     @staticmethod
     def restart_numbers() -> None:
         """Begin again with the numbers that Python reads, in the innermost context."""
-        for mode in reversed(_get_current_dispatch_mode_stack()):
-            if isinstance(mode, AssumedValues):
-                mode.numbers.restart()
-                return
+        mode = AssumedValues._innermost()
+        if mode is not None:
+            mode.numbers.restart()
+
+    @staticmethod
+    def on_meta(tree: Any) -> Any:
+        """Return ``tree`` with its tensors on meta; those that had values keep them in the innermost context."""
+        mode = AssumedValues._innermost()
+        if mode is None:
+            return tree
+        return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else mode._on_meta(t), tree)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,7 +128,10 @@ class AssumedValues(TorchDispatchMode):
             args = (args[0], self._positions(args[1]), *args[2:])
         tensors = tensors_in((args, kwargs))
         if tensors and not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is aten._to_copy.default and result.is_meta and not result.is_floating_point():
+                self._keep(result, self._computed(func, args, kwargs))
+            return result
         if func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return self._computed(func, args, kwargs)
         is_known = all(map(self._is_known, tensors))
@@ -129,6 +152,29 @@ class AssumedValues(TorchDispatchMode):
             having = (t for t in results if self._has_values(t, is_known) and not self._is_known(t))
             self._pending.update(dict.fromkeys(map(self._key, having), pending))
         return result
+
+    def __enter__(self) -> Self:
+        self._patch = mock.patch.object(torch, "tensor", functools.partial(self._tensor, torch.tensor))
+        self._patch.start()
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _tensor(self, make: Callable[..., torch.Tensor], data: Any, **options: Any) -> torch.Tensor:
+        """Return ``torch.tensor(data)``, which on meta is made without an op; integers have their values."""
+        result = make(data, **options)
+        if result.is_meta and not (result.is_floating_point() or result.is_complex()):
+            self._keep(result, make(data, **{**options, "device": "cpu"}))
+        return result
+
+    def know(self, tree: Any) -> None:
+        """Give the meta tensors in ``tree`` the values that are known of them (`image_sizes.values`)."""
+        for tensor in tensors_in(tree):
+            values = values_of(tensor) if type(tensor) is torch.Tensor and tensor.is_meta else None
+            if values is not None:
+                self._keep(tensor, values)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return self._key(tensor) in self._values or self._key(tensor) in self._pending
@@ -207,16 +253,23 @@ class AssumedValues(TorchDispatchMode):
         leaves = leaves_in((args, kwargs))
         parts = tuple(self._origin(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         for index, tensor in enumerate(results):
-            origin = len(self._origins) if is_new else _number_of((func.name(), parts, index))
-            self._origins[self._key(tensor)] = origin
-            self._alive.append(tensor.untyped_storage())
+            origin = next(self._counted) if is_new else _number_of((func.name(), parts, index))
+            self._origins_in(tensor)[self._key(tensor)] = origin
 
     def _origin(self, tensor: torch.Tensor) -> int:
-        key = self._key(tensor)
-        if key not in self._origins:
-            self._origins[key] = len(self._origins)
-            self._alive.append(tensor.untyped_storage())
-        return self._origins[key]
+        origins, key = self._origins_in(tensor), self._key(tensor)
+        if key not in origins:
+            origins[key] = next(self._counted)
+        return origins[key]
+
+    def _origins_in(self, tensor: torch.Tensor) -> dict[Any, int]:
+        """Return the origins of the tensors in the storage of ``tensor``, which is not kept: its memory is measured."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._origins:
+            self._origins[address] = {}
+            weakref.finalize(storage, self._origins.pop, address, None)
+        return self._origins[address]
 
     def _generator(self, tensor: torch.Tensor) -> torch.Generator:
         """Return a generator that draws the same numbers each time for tensors of one origin."""

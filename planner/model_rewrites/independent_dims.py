@@ -29,6 +29,7 @@ def split_outputs(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     dims: Dims,
+    name: str = "",
 ) -> Dims | None:
     """Return the dims on which the outputs of an op are split where its inputs are split on ``dims``.
 
@@ -40,12 +41,14 @@ def split_outputs(
         shapes: shapes of the inputs.
         dtypes: dtypes of the inputs.
         dims: the dims on which the inputs are split.
+        name: name of the op. With `masked_scatter` of packed rows, split by samples, each sample is taken to select as
+            many elements as there are for it (`check_selected`).
     """
     for kept in (1, 2, None):
         small = [_trial_shape(shape, dim, kept) for shape, dim in zip(shapes, dims, strict=True)]
         with torch.random.fork_rng(devices=()), torch.no_grad():
             try:
-                return _tried(run, small, dtypes, dims)
+                return _tried(run, small, dtypes, dims, name)
             except Exception:  # noqa: BLE001  whatever the op raises on tensors of such sizes
                 continue
     return None
@@ -56,21 +59,30 @@ def with_plain_split(
     shapes: Sequence[tuple[int, ...]],
     dims: Dims,
     plain: Collection[int],
+    name: str = "",
 ) -> tuple[Dims, Dims] | None:
     """Return the dims on which inputs are split, and outputs, where those of tensors that are not ``plain`` are given.
 
     A plain tensor, which the forward makes itself, such as the first state of an LSTM, is whole on every rank. It stays
-    so, or each rank takes its piece of dim 0 or 1, if that is as long as one of the split dims.
+    so, or each rank takes its piece of dim 0 or 1, if that is as long as one of the split dims. Packed rows
+    (`split_outputs`) are as long as several.
 
     Args:
         outputs_of: dims of the inputs -> those of the outputs, or None (`split_outputs`).
         shapes: shapes of the inputs.
         dims: dims of the inputs, None for plain ones.
         plain: positions of the plain inputs.
+        name: name of the op.
     """
     sizes = {shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None}
+
+    def is_cut(position: int, dim: int, size: int) -> bool:
+        packed = tuple(0 if each == position else given for each, given in enumerate(dims))
+        rows = dim == 0 and _scatters_by_samples(name, packed, shapes)
+        return size in sizes or (rows and any(size % samples == 0 for samples in sizes))
+
     options: list[tuple[int | None, ...]] = [
-        (None, *(d for d, size in enumerate(shape[:2]) if size in sizes)) if position in plain else (dim,)
+        (None, *(d for d, size in enumerate(shape[:2]) if is_cut(position, d, size))) if position in plain else (dim,)
         for position, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
     ]
     for tried in itertools.islice(itertools.product(*options), _MOST_TRIALS):
@@ -85,6 +97,7 @@ def _tried(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     dims: Dims,
+    name: str,
 ) -> Dims | None:
     """Return what `split_outputs` does, from tensors of ``shapes``; errors of the op propagate."""
     on_meta = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -92,6 +105,8 @@ def _tried(
         return None
     generator = torch.Generator().manual_seed(0)
     tensors = [_sample(shape, dtype, generator) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    if _scatters_by_samples(name, dims, shapes):
+        tensors[1] = _mask_of_source(*tensors)
     with torch.device("cpu"):
         whole = tensors_in(run(list(tensors)))
         first, second = (
@@ -105,6 +120,33 @@ def _tried(
     found = [_joined_on(*parts) for parts in zip(whole, first, second, strict=True)]
     # An output that stays whole could have a gradient that all ranks have whole, where others add theirs up.
     return None if None in found else tuple(found)
+
+
+def _scatters_by_samples(name: str, dims: Dims, shapes: Sequence[Sequence[int]]) -> bool:
+    """Return whether packed rows take the places of tokens, as those of images do: they have no dim of samples."""
+    return name == "masked_scatter" and dims == (0, 0, 0) and len(shapes[2]) < len(shapes[0])
+
+
+def _mask_of_source(target: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return a mask like ``mask`` that selects, of each sample, as many elements as ``source`` has for it."""
+    each = source.numel() // len(target) * mask.numel() // target.numel()
+    selected = torch.arange(mask[0].numel()) < each
+    return selected.view(1, *mask.shape[1:]).expand(mask.shape)
+
+
+def check_selected(name: str, dims: Dims, tensors: Sequence[torch.Tensor]) -> None:
+    """Check that this rank's samples select as many elements as there are for them, if the op is a `masked_scatter`.
+
+    On a GPU the check waits for nothing: the error comes later.
+
+    Raises:
+        RuntimeError: they select more or fewer, so that those for other ranks' samples would be needed.
+    """
+    if _scatters_by_samples(name, dims, [tensor.shape for tensor in tensors]) and not tensors[0].is_meta:
+        target, mask, source = tensors
+        selected = mask.sum() * (target.numel() // mask.numel())
+        message = "masked_scatter: a sample has another number of image tokens than there are image features for it"
+        torch._assert_async(selected == source.numel(), message)
 
 
 def _trial_shape(shape: tuple[int, ...], dim: int | None, kept: int | None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.model_rewrites.image_sizes.values import is_numbers
 from planner.model_rewrites.tree_paths import tensors_by_path, tensors_in
 
 OP_NAME = "shardplan.opaque.default"
@@ -91,6 +92,7 @@ class OpaqueCall:
         fixed: costs that do not.
         saved_arguments: paths of the arguments that autograd saves. It saves all parameters: see `executor.ops.opaque`.
         split: how it runs on each rank's samples; None: it runs on whole tensors only.
+        rows: path of an argument that is split by samples -> its rows per sample.
     """
 
     output: Any
@@ -98,6 +100,7 @@ class OpaqueCall:
     fixed: OpaqueCosts
     saved_arguments: frozenset[str]
     split: SampleSplit | None
+    rows: Mapping[str, int]
 
 
 @torch.library.custom_op("shardplan::opaque", mutates_args=())
@@ -110,7 +113,8 @@ def opaque_op(
     fixed: Sequence[int],
     saved: Sequence[int],
     split: str,
-    cause: str = "",
+    cause: str,
+    rows: Sequence[int],
 ) -> list[torch.Tensor]:
     """Return the tensors among the results of a module's call.
 
@@ -123,6 +127,7 @@ def opaque_op(
         saved: positions of the tensors that autograd saves.
         split: `SampleSplit.text`; "" for whole tensors only.
         cause: why the module is one op, in a few words; "" if it was named.
+        rows: rows per sample of each argument that ``split`` names, 1 of those that have no samples; (): 1 of all.
     """
     raise NotImplementedError("this op is only traced; shard_module runs the module's own forward")
 
@@ -139,6 +144,7 @@ class OpaqueArguments(NamedTuple):
     saved: Sequence[int]
     split: str
     cause: str = ""
+    rows: Sequence[int] = ()
 
     @property
     def costs(self) -> OpaqueCosts:
@@ -183,6 +189,9 @@ class OpaqueArguments(NamedTuple):
         ):
             counts = f"{len(self.tensors)} tensors and {len(self.dims)} results"
             raise ValueError(f"{self.split[:100]!r} is no split of {counts}")
+        named = 0 if split is None else len(split.inputs)
+        if len(self.rows) not in (0, named) or min(self.rows, default=1) < 1:
+            raise ValueError("rows per sample are positive, one for each argument that the split names")
 
 
 @opaque_op.register_fake
@@ -224,7 +233,8 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall], cause: str) -> Call
         call = next(in_turns)
         leaves, structure = pytree.tree_flatten(call.output)
         results = tensors_in(leaves)
-        arguments, parameters = tensors_by_path(args, kwargs), list(module.parameters())
+        by_path, parameters = tensors_by_path(args, kwargs), list(module.parameters())
+        arguments = {path: tensor for path, tensor in by_path.items() if not is_numbers(tensor)}
         saved = [index for index, path in enumerate(arguments) if path in call.saved_arguments]
         split = None
         if call.split is not None:
@@ -241,6 +251,7 @@ def _forward(module: nn.Module, calls: Sequence[OpaqueCall], cause: str) -> Call
             [*saved, *range(len(arguments), len(arguments) + len(parameters))],
             "" if split is None else split.text,
             cause,
+            [] if split is None else [call.rows.get(path, 1) for path in arguments],
         )
         given = iter(tensors)
         # The op's results need gradients if its arguments do; those of the module may not.

@@ -20,6 +20,7 @@ from cost_model.layouts.uneven import Rounded, shards_once
 from planner.regions.regions import Region, find_op_inputs
 from planner.strategies.axis_strategies import AxisRules, AxisStrategy, batch_only_strategies, find_axis_strategies
 from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, quiet_dtensor
+from planner.strategies.local_ops import samples_divide
 from planner.strategies.matmul_rules import local_linear_gradients, local_linear_outputs
 from planner.strategies.own_rules import axis_rules_combine, own_rules
 
@@ -174,7 +175,11 @@ class StrategyTable:
             if all(
                 layout is None or (divides(shape, layout, mesh_shape) and shards_once(shape, layout, self._rounded))
                 for shape, layout in zip(shapes, forward, strict=True)
-            ) and all(axis_rules_combine(o.op, [forward[i] for i in o.inputs]) for o in base.ops):
+            ) and all(
+                axis_rules_combine(o.op, [forward[i] for i in o.inputs])
+                and samples_divide(o.op, [shapes[i] for i in o.inputs], [forward[i] for i in o.inputs], mesh_shape)
+                for o in base.ops
+            ):
                 strategies.append(Strategy(forward=forward, gradient=gradient))
         return tuple(strategies)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from cost_model.layouts.layout import Layout
+from cost_model.layouts.layout import Layout, shard_counts
 from planner.graph.op_graph import Op, OpGraph, Ref, Value, build_digraph
 from planner.graph.run_op import run_op, with_tensors
 from planner.model_rewrites.independent_dims import (
@@ -121,7 +121,7 @@ def _splits(key: _Call) -> tuple[tuple[Dims, Dims], ...]:
     for dims in dict.fromkeys(itertools.product(*options)):
         if all(dim is None for dim in dims):
             found.append((dims, (None,) * len(key.op.outputs)))
-        elif (split := with_plain_split(outputs_of, shapes, dims, plain)) is not None:
+        elif (split := with_plain_split(outputs_of, shapes, dims, plain, packet_name(key.op))) is not None:
             found.append((dims, split[1]))
     return tuple(found)
 
@@ -137,7 +137,7 @@ def _split_outputs(op: Op, inputs: tuple[Value, ...], dims: Dims) -> Dims | None
         check_recurrent(name, with_tensors(trial.args, tensors))
         return run_op(trial, tensors)
 
-    return split_outputs(run, [value.shape for value in inputs], [value.dtype for value in inputs], dims)
+    return split_outputs(run, [value.shape for value in inputs], [value.dtype for value in inputs], dims, name)
 
 
 def opaque_splits(graph: OpGraph) -> dict[str, str]:
@@ -178,6 +178,28 @@ def _opaque_rule(
             for value, place in zip(inputs, places, strict=True)
         ),
     )
+
+
+def samples_divide(
+    op: Op, shapes: Sequence[Sequence[int]], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> bool:
+    """Return whether each rank has whole samples of the arguments of ``op``, if it is a call of an opaque module.
+
+    Args:
+        op: any op.
+        shapes, layouts: of its inputs.
+        mesh_shape: sizes of the mesh's axes.
+    """
+    if op.target_name != OP_NAME:
+        return True
+    call = OpaqueArguments(*op.args)
+    places = () if call.sample_split is None else call.sample_split.inputs.values()
+    split = [
+        (shape[0] // rows, shard_counts(layout, tuple(mesh_shape), len(shape))[0])
+        for place, rows, shape, layout in zip(places, call.rows, shapes, layouts, strict=False)
+        if place == SAMPLES and layout is not None
+    ]
+    return all(samples % ranks == 0 for samples, ranks in split)
 
 
 def opaque_collectives(

@@ -2,6 +2,7 @@
 
 plan, mesh and hooks of a sharded root      sharded_root.ShardedRoot
 arguments that the plan does not name       root_arguments
+tables of the sizes of images               packed_images
 parameters that are added after sharding    added_parameters
 parameters that are unfrozen after it       unfrozen_parameters
 torch.compile, save_pretrained, deepcopy    eager_only, save_pretrained, copies

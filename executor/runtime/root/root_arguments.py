@@ -19,6 +19,7 @@ from executor.resolve.batch import layout_like
 from executor.resolve.fqns import positional_names
 from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
+from planner.model_rewrites.image_sizes.values import is_numbers
 from planner.model_rewrites.tree_paths import path_text
 from planner.plan.ports import Port
 
@@ -78,7 +79,7 @@ class _RootArguments:
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
             is_plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-            if not is_plain or id(leaf) in seen or not planned or leaf.dim() == 0:
+            if not is_plain or is_numbers(leaf) or id(leaf) in seen or not planned or leaf.dim() == 0:
                 return leaf
             layout = layout_like(leaf.shape, planned, path_text(path[1:]), self._ports)
             return DTensor.from_local(leaf, self._mesh, layout, run_check=False)
