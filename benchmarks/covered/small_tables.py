@@ -93,6 +93,8 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     },
     "mobilenet_v2": {"depth_multiplier": 0.25},
     "qwen2_5_vl_vision": {"fullatt_block_indexes": [1], "window_size": 32},
+    "qwen3_vl_vision": {"deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe_vision": {"deepstack_visual_indexes": [0]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "resnet": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1]},
     "segformer": {

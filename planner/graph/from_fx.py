@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from planner.graph.capture import (
     writes_in_place,
 )
 from planner.graph.fold import find_repeated_blocks, without_repeated_blocks
+from planner.graph.meta_ops import selects_by_values
 from planner.graph.op_graph import (
     Crossing,
     ModelInput,
@@ -350,7 +352,7 @@ class _GraphBuilder:
                 return tensor
             suffix = path_text(path)
             name = self._prefix + (f"{node.name}.{suffix}" if suffix else node.name)
-            shape = self._static_shape(tensor, target)
+            shape = self._static_shape(tensor, target, sources)
             self._values[name] = output_value(name, shape, tensor.dtype, target, grad_enabled, sources)
             names.append(name)
             return _ValueInModule(name, ())
@@ -358,16 +360,12 @@ class _GraphBuilder:
         self._node_values[node] = pytree.tree_map_with_path(add, result)
         return tuple(names)
 
-    def _static_shape(self, tensor: torch.Tensor, target: Any) -> tuple[int, ...]:
-        """Return the shape of a result of ``target``.
-
-        Raises:
-            ModelError: the shape depends on the values of tensors.
-        """
-        try:
-            return tuple(map(int, tensor.shape))
-        except Exception as error:
-            raise shape_by_values(op_target(target), self._captured.calls[self._open_calls[-1]].fqn) from error
+    def _static_shape(self, tensor: torch.Tensor, target: Any, sources: Sequence[Value]) -> tuple[int, ...]:
+        """Return the shape of a result of ``target``; a `ModelError` says that it depends on the values of tensors."""
+        with suppress(Exception):
+            if not selects_by_values(target, [source.dtype for source in sources]):
+                return tuple(map(int, tensor.shape))
+        raise shape_by_values(op_target(target), self._captured.calls[self._open_calls[-1]].fqn)
 
     def _read_output(self, node: torch.fx.Node) -> None:
         nodes = [leaf for leaf in pytree.tree_leaves(node.args, is_leaf=_is_node) if _is_node(leaf)]

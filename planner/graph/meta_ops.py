@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,16 @@ def returns_one_new_tensor(op: Any) -> bool:
     returns = op._schema.returns
     is_tensor = len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
     return is_tensor and not op._schema.is_mutable
+
+
+def selects_by_values(op: Any, dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether an op, on tensors of these dtypes, returns as many elements as their values say.
+
+    torch.export takes their number to be what other tensors ask for, where it is added to one of a known size.
+    """
+    if torch.Tag.dynamic_output_shape not in getattr(op, "tags", ()):
+        return False
+    return op is not torch.ops.aten.index.Tensor or torch.bool in dtypes[1:]
 
 
 def argument_key(tree: Any) -> Hashable:

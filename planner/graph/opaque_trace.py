@@ -52,6 +52,7 @@ def trace_with_opaque(
     opaque, masks = dict(named or {}), _Masks.UNTRIED
     latest = error
     failing = None if error is None else error.module
+    measured: set[str] | None = None
     for _ in range(_MOST_TRIES):
         if error is not None:
             if failing is None:
@@ -68,7 +69,8 @@ def trace_with_opaque(
                     break
         try:
             causes = {module.get_submodule(name): cause for name, cause in opaque.items()}
-            calls = opaque_calls(module, causes.keys(), inputs, samples, batch)
+            if opaque.keys() != measured:
+                calls, measured = opaque_calls(module, causes.keys(), inputs, samples, batch), set(opaque)
             with opaque_as_one_op(calls, causes), masks_keep_all(module) if masks is _Masks.KEEP_ALL else nullcontext():
                 graph = trace()
             entered = next((name for name in opaque if _runs_inside(graph, name)), None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import PlanError, RunError
-from planner.graph.capture import ExampleInputs
+from planner.graph.capture import ExampleInputs, quiet_export
 from planner.graph.example_inputs import batch_size_of, with_batch, with_dtype
 from planner.graph.trace_module import TORCH_DTYPES
 from planner.plan.estimate import Verification
@@ -164,8 +164,9 @@ def _process_group_in_use(size: int) -> str | None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Return a context that leaves random state as it was, shows no warnings, and lets autograd record."""
+    """Return a context that leaves random state as it was, shows no warnings or errors, and lets autograd record."""
     with (
+        quiet_export(),  # of what is tried, some fails
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=()),
         torch.inference_mode(False),

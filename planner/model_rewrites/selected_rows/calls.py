@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
-from planner.model_rewrites.selected_rows.each_row import RESHAPES, treats_each_row
+from planner.model_rewrites.selected_rows.each_row import RESHAPES, treats_each_row, with_packed_rows
 from planner.model_rewrites.selected_rows.losses import (
     CLASS_LOSSES,
     ELEMENT_LOSSES,
@@ -98,8 +98,10 @@ class SelectedRows:
             total = total_of_rows(TOTALS[func], args, kwargs, mask)
             if total is not NotImplemented:
                 return total
-        elif not treats_each_row(name, args, kwargs):
-            raise mixed_rows(name)
+        else:
+            args = with_packed_rows(name, args, selection)
+            if not treats_each_row(name, args, kwargs):
+                raise mixed_rows(name)
         is_places = selection.is_places and (name in RESHAPES or name == "__getitem__")
         return with_rows(name, func(*args, **kwargs), replace(selection, is_places=is_places))
 

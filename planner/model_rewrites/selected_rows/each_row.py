@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from planner.model_rewrites.selected_rows.selection import selection_of
+from planner.model_rewrites.selected_rows.selection import Selection, selection_of, with_rows
 from planner.model_rewrites.tree_paths import tensors_in
 
 _OPERATORS = {
@@ -54,6 +54,31 @@ def treats_each_row(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if name in _ALONG_A_DIM:
         return _dim(name, args, kwargs, first) not in (None, 0)
     return name in _EACH_ROW or (_is_pointwise(name) and _broadcasts(args, kwargs))
+
+
+def with_packed_rows(name: str, args: tuple[Any, ...], selection: Selection) -> tuple[Any, ...]:
+    """Return the arguments of an elementwise op on selected rows, with other tensors that have one row for each.
+
+    Such rows, as the features of images that are added to their tokens, get the places of those that are selected.
+    """
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    most = max((tensor.dim() for tensor in tensors), default=0)
+    if not _is_pointwise(name):
+        return args
+    return tuple(
+        _in_their_places(arg, selection)
+        if isinstance(arg, torch.Tensor) and selection_of(arg) is None and arg.dim() == most and arg.shape[0] != 1
+        else arg
+        for arg in args
+    )
+
+
+def _in_their_places(packed: torch.Tensor, selection: Selection) -> torch.Tensor:
+    mask = selection.mask
+    condition = mask.reshape(tuple(mask.shape) + (1,) * (packed.dim() - 1))
+    zeros = torch.zeros_like(condition, dtype=packed.dtype).expand(tuple(mask.shape) + tuple(packed.shape[1:]))
+    rows = zeros.masked_scatter(condition, packed).flatten(0, mask.dim() - 1)
+    return cast(torch.Tensor, with_rows(name="masked_scatter", result=rows, selection=selection))
 
 
 def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor) -> int | None:
