@@ -178,7 +178,7 @@ def local_batch(
     if pad is not None:
         batch = _padded(batch, _planned(batch, layout_of), mesh_shape, pad)
     planned = _planned(batch, layout_of)
-    tables = _whole_tables(batch, ranks)
+    tables = _whole_tables(batch, ranks, layout_of)
     ids = layouts.get(POSITION_IDS) if isinstance(batch, Mapping) and POSITION_IDS not in batch else None
 
     def local_slice(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -211,17 +211,19 @@ def _planned(batch: Any, layout_of: Callable[[str], Layout | None]) -> list[tupl
     return [(tuple(leaf.shape), layout) for layout, leaf in tensors if layout is not None]
 
 
-def _whole_tables(batch: Any, ranks: int) -> dict[str, torch.Tensor]:
+def _whole_tables(batch: Any, ranks: int, layout_of: Callable[[str], Layout | None]) -> dict[str, torch.Tensor]:
     """Return name -> table of the sizes of all images, for those tables that ``batch`` has the parts of one rank of.
+
+    No plan names a table: it is no tensor of the graph.
 
     Raises:
         JobError: samples have images of other sizes than the first one.
     """
     tensors = tensors_in(batch)
-    tables = size_tables(tensors)
+    names = {id(leaf): path_text(path) for path, leaf in pytree.tree_leaves_with_path(batch)}
+    tables = [table for table in size_tables(tensors) if layout_of(names[id(table.tensor)]) is None]
     if not tables:
         return {}
-    names = {id(leaf): path_text(path) for path, leaf in pytree.tree_leaves_with_path(batch)}
     check_alike(tables, samples_of(tensors, tables), names)
     return {names[id(table.tensor)]: whole_table(table, ranks) for table in tables}
 

@@ -12,7 +12,7 @@ from covered.coverage import CLUSTER
 from covered.popular import inputs_of
 from covered.small_configs import small_model
 from support.gloo import GlooRanks
-from support.packed_images import MARK, SeesImages, inputs
+from support.packed_images import MARK, AddsToMarks, SeesImages, inputs
 from support.trained_steps import Errors, errors_in_steps
 from torch import nn
 
@@ -23,6 +23,7 @@ from planner.plan.sharding_plan import ShardingPlan
 
 LR = 1e-3
 MESHES = ("dp=4", "dp=2,tp=2")
+OWN = {"own": SeesImages, "adds to marks": AddsToMarks}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def ranks() -> Iterator[GlooRanks]:
 
 def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    if name == "own":
-        return SeesImages(), inputs()
+    if name in OWN:
+        return OWN[name](), inputs()
     model = small_model(name)
     return model.train(), inputs_of(model)
 
@@ -51,7 +52,7 @@ def errors(rank: int, name: str, plan: dict[str, Any]) -> Errors:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
-    "name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "glm4v"))]
+    "name", [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_5_vl", "qwen3_vl", "glm4v"))]
 )
 def test_a_model_that_sees_trains_as_unsharded(ranks: GlooRanks, name: str, mesh: str) -> None:
     plan = plan_of(name, mesh=mesh)
@@ -68,20 +69,24 @@ def test_other_plans_train_as_unsharded(ranks: GlooRanks, planner: str) -> None:
 
 
 def losses(rank: int, plan: dict[str, Any]) -> list[float]:
-    """Return the losses of one batch, cut by hand, by ``local_batch``, and by it from this rank's samples."""
+    """Return the losses of one batch, cut by hand, by ``local_batch``, and by it from this rank's samples.
+
+    What ``local_batch`` returns may be moved, as to a GPU.
+    """
     model, given = made("own")
     sharding = ShardingPlan.from_dict(plan)
     expected = model(**given)
     sharded = shard_module(made("own")[0], device_mesh_for(sharding, device_type="cpu"), sharding)
     by_hand = {name: tensor.chunk(4)[rank] for name, tensor in given.items()}
     calls = [by_hand, local_batch(given, sharded), local_batch(by_hand, sharded, is_local=True)]
+    calls.append({name: tensor.clone() for name, tensor in calls[1].items()})
     return [float(expected), *(float(sharded(**call)) for call in calls)]
 
 
 def test_batches_may_be_cut_in_any_way(ranks: GlooRanks) -> None:
     plan = plan_of("own", mesh="dp=4", planner="fully-sharded")
     for expected, *found in ranks.call(losses, plan.to_dict()):
-        assert found == pytest.approx([expected] * 3, rel=1e-6)
+        assert found == pytest.approx([expected] * 4, rel=1e-6)
 
 
 def refusals(rank: int, plan: dict[str, Any]) -> list[str]:

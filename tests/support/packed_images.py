@@ -45,11 +45,23 @@ class SeesImages(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor, patches: Tensor, sizes: Tensor, labels: Tensor) -> Tensor:
-        of_images = torch.split(self.encoder(patches, sizes), (sizes.prod(-1) // 4).tolist())
-        x = self.embed(ids)
-        x = x.masked_scatter((ids == MARK).unsqueeze(-1), torch.cat(of_images, dim=0))
+        features = torch.cat(torch.split(self.encoder(patches, sizes), (sizes.prod(-1) // 4).tolist()), dim=0)
+        x = self.with_features(self.embed(ids), ids == MARK, features)
         logits = self.head(x + self.mlp(x))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def with_features(self, x: Tensor, marks: Tensor, features: Tensor) -> Tensor:
+        """Return the embeddings ``x`` with the features in place of the marks."""
+        return x.masked_scatter(marks.unsqueeze(-1), features)
+
+
+class AddsToMarks(SeesImages):
+    """Adds the features to the embeddings of the marks, as Qwen3-VL does in its first layers."""
+
+    def with_features(self, x: Tensor, marks: Tensor, features: Tensor) -> Tensor:
+        x = x.clone()
+        x[marks, :] = x[marks, :] + features
+        return x
 
 
 def inputs(samples: int = 8, sizes: tuple[tuple[int, int, int], ...] = ((1, 2, 4), (1, 4, 4))) -> dict[str, Any]:

@@ -54,15 +54,6 @@ class _PackedImages:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with whole tables and position ids, and keep the features of all images together."""
         self._contexts.close()
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, DTensor)]
-        known = [tensor for tensor in tensors if is_numbers(tensor)]
-        tables = [] if known else size_tables(tensors)
-        if not known and not tables:
-            return args, kwargs
-        self._contexts.enter_context(parts_together(lambda tensor: isinstance(tensor, DTensor)))
-        if tables:
-            check_alike(tables, samples_of(tensors, tables), {})
-        kwargs = self._with_position_ids(module, args, kwargs, known or [table.tensor for table in tables])
         layouts: dict[int, Layout] = {}
 
         def note(leaf: Any, port: Port, name: str) -> Any:
@@ -70,14 +61,45 @@ class _PackedImages:
             return leaf
 
         change_arguments(self._ports, self._positional, note, args, kwargs)
-        whole = {
-            id(table.tensor): as_numbers(whole_table(table, self._ranks(table.packed, layouts.get(id(table.packed)))))
-            for table in tables
-        }
+        tensors = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, DTensor)]
+        whole = self._whole_tables(tensors, layouts)
+        if not whole:
+            return args, kwargs
+        self._contexts.enter_context(parts_together(lambda tensor: isinstance(tensor, DTensor)))
+        kwargs = self._with_position_ids(module, args, kwargs, [t for t in tensors if id(t) in whole])
         changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
             lambda leaf: whole.get(id(leaf), leaf), (args, kwargs)
         )
         return changed
+
+    def _whole_tables(self, tensors: Sequence[torch.Tensor], layouts: Mapping[int, Layout]) -> dict[int, torch.Tensor]:
+        """Return ``id`` of a table among ``tensors`` -> the table of all images of the micro-batch.
+
+        It may be whole already, as ``local_batch`` returns it, or the part of this rank's samples. No plan names it.
+
+        Args:
+            tensors: the plain ones of the call.
+            layouts: ``id`` of a tensor that the plan names -> its layout.
+        """
+        known = {id(tensor): tensor for tensor in tensors if is_numbers(tensor)}
+        if known:
+            return known
+        unnamed = [tensor for tensor in tensors if id(tensor) not in layouts]
+        named = [tensor for tensor in tensors if id(tensor) in layouts]
+        parts = [table for table in size_tables([*unnamed, *named]) if id(table.tensor) not in layouts]
+        if parts:
+            check_alike(parts, samples_of(tensors, parts), {})
+            return {
+                id(table.tensor): as_numbers(whole_table(table, self._ranks(table.packed, layouts))) for table in parts
+            }
+        of_all = [
+            torch.empty(
+                (len(tensor) * self._ranks(tensor, layouts), *tensor.shape[1:]), dtype=tensor.dtype, device="meta"
+            )
+            for tensor in named
+            if tensor.dim()
+        ]
+        return {id(table.tensor): as_numbers(whole_table(table, 1)) for table in size_tables([*unnamed, *of_all])}
 
     def _with_position_ids(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Sequence[torch.Tensor]
@@ -107,8 +129,9 @@ class _PackedImages:
         """Leave the contexts of the forward."""
         self._contexts.close()
 
-    def _ranks(self, packed: torch.Tensor, layout: Layout | None) -> int:
-        """Return the number of parts into which the packed rows are split between ranks."""
+    def _ranks(self, tensor: torch.Tensor, layouts: Mapping[int, Layout]) -> int:
+        """Return the number of parts into which the rows of a tensor are split between ranks."""
+        layout = layouts.get(id(tensor))
         if self._form.is_whole or layout is None:
             return 1
-        return shard_counts(layout, tuple(self._mesh.shape), packed.dim())[0]
+        return shard_counts(layout, tuple(self._mesh.shape), tensor.dim())[0]

@@ -27,10 +27,10 @@ def encoders_of_sizes(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
     """
     if not size_tables(tensors_in((args, kwargs))):
         return []
-    found: list[str] = []
+    search = _Search()
     with ExitStack() as stack:
         for name, part in module.named_modules():
-            part.__dict__["forward"] = _Forward(name, part, found)
+            part.__dict__["forward"] = _Forward(name, part, search)
             stack.callback(part.__dict__.pop, "forward", None)
         values = stack.enter_context(AssumedValues())
         values.know((args, kwargs))
@@ -40,30 +40,34 @@ def encoders_of_sizes(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
         # Whatever it raises without values: the trace says what is wrong with it.
         with suppress(Exception):
             module(*args, **kwargs)
-    return found
+    return list(search.found)
+
+
+class _Search:
+    """What has been found, and whether a module that was found is running."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+        self.is_inside = False
 
 
 class _Forward:
-    """The forward of a module, which adds the module's name to ``found`` if it reads sizes outside of one that does."""
+    """The forward of a module, which reports the module if it reads sizes, outside of one that does."""
 
-    _is_inside = False
-
-    def __init__(self, name: str, module: nn.Module, found: list[str]) -> None:
-        self._name, self._module, self._found, self._forward = name, module, found, module.forward
+    def __init__(self, name: str, module: nn.Module, search: _Search) -> None:
+        self._name, self._module, self._search, self._forward = name, module, search, module.forward
         functools.update_wrapper(self, module.forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward
-        if _Forward._is_inside or not _is_encoder(tensors_in((args, kwargs))):
-            return forward(*args, **kwargs)
-        if self._name not in self._found:
-            self._found.append(self._name)
-        _Forward._is_inside = True
+        if self._search.is_inside or not _is_encoder(tensors_in((args, kwargs))):
+            return self._forward(*args, **kwargs)
+        self._search.found[self._name] = None
+        self._search.is_inside = True
         try:
             with packed_attention(self._module):
-                return forward(*args, **kwargs)
+                return self._forward(*args, **kwargs)
         finally:
-            _Forward._is_inside = False
+            self._search.is_inside = False
 
 
 def _is_encoder(tensors: Sequence[torch.Tensor]) -> bool:

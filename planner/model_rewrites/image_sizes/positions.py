@@ -32,12 +32,12 @@ def with_position_ids(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
         JobError: the model refuses the inputs.
     """
     kwargs = dict(kwargs)
-    part: Any = next((each for each in module.modules() if callable(getattr(each, _METHOD, None))), None)
-    if part is None or kwargs.get(POSITION_IDS) is not None:
-        return kwargs
     takes = signature(module.forward).parameters
     given = {**dict(zip(takes, args, strict=False)), **kwargs}
     if POSITION_IDS not in takes or given.get(POSITION_IDS) is not None or not size_tables(tensors_in(given)):
+        return kwargs
+    part: Any = next((each for each in module.modules() if callable(getattr(each, _METHOD, None))), None)
+    if part is None:
         return kwargs
     method = getattr(part, _METHOD)
     arguments = {name: given.get(name) for name in signature(method).parameters}

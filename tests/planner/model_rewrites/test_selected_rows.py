@@ -95,7 +95,6 @@ REFUSED: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
     "softmax over rows": lambda m, x, y: x[y >= 0].softmax(0).pow(2).sum(),
     "largest of all": lambda m, x, y: x[y >= 0].max(),
     "masks that differ": lambda m, x, y: F.mse_loss(x[y >= 0], (x + 1)[y >= 1]),
-    "with what is not selected": lambda m, x, y: (x[y >= 0] * torch.ones(int((y >= 0).sum()), CLASSES)).sum(),
     "a mask that changes": changes_its_mask,
     "masks that are drawn": drawn_masks,
     "a mask for each expert": experts,
@@ -129,6 +128,16 @@ def test_what_mixes_rows_or_counts_them_is_refused(name: str) -> None:
     module = Read(REFUSED[name])
     with masks_keep_all(module), pytest.raises(ModelError):
         module(*inputs())
+
+
+def test_other_rows_go_with_those_that_are_selected() -> None:
+    """One for each, in their order, as the features of images that are added to the embeddings of their tokens."""
+    x, y = inputs()
+    rows = torch.randn(int((y >= 0).sum()), CLASSES)
+    module = Read(lambda m, x, y: (x[y >= 0] * rows).sum())
+    expected = module(x, y)
+    with masks_keep_all(module):
+        assert torch.allclose(module(x, y), expected, atol=1e-5)
 
 
 def test_no_element_is_the_mean_of_none() -> None:
