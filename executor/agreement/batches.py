@@ -23,6 +23,8 @@ from executor.resolve.fqns import positional_names
 from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
 from planner.errors import RanksError, UnmatchedKeyError
+from planner.model_rewrites.image_sizes.tables import size_tables
+from planner.model_rewrites.image_sizes.values import is_numbers
 from planner.model_rewrites.tree_paths import path_text
 from planner.plan.ports import Port
 
@@ -64,6 +66,7 @@ class _BatchCheck:
     ) -> None:
         self._ports, self._positional, self._mesh, self._form = ports, positional, device_mesh, form
         self._calls = {True: 0, False: 0}
+        self._replicated: Layout = (Replicate(),) * device_mesh.ndim
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -115,12 +118,16 @@ class _BatchCheck:
             return leaf
 
         change_arguments(self._ports, self._positional, note, args, kwargs)
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # All samples have images of the same sizes, so that the parts of a table are equal as well.
+        equal = {id(table.tensor) for table in size_tables(tensors) if id(table.tensor) not in planned}
+        equal |= {id(tensor) for tensor in tensors if is_numbers(tensor)}
         statement: dict[str, Any] = {"is_whole": self._form.is_whole, "values": {}, "tensors": {}}
         for name, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 statement["values"][name] = repr(leaf)
                 continue
-            layout = self._layout(leaf, name, planned)
+            layout = self._replicated if id(leaf) in equal else self._layout(leaf, name, planned)
             if layout is not None:
                 source = global_tensor_of(leaf)
                 statement["tensors"][name] = _checksum(leaf) | {
@@ -133,13 +140,12 @@ class _BatchCheck:
         self, leaf: torch.Tensor, name: str, planned: Mapping[int, tuple[Sequence[int], Layout]]
     ) -> Layout | None:
         """Return the layout of an argument; None if it is not known, which a later hook complains of."""
-        replicated = (Replicate(),) * self._mesh.ndim
         if self._form.is_whole or not planned:
-            return replicated
+            return self._replicated
         if id(leaf) in planned:
             return planned[id(leaf)][1]
         try:
-            return layout_like(leaf.shape, planned.values(), name, self._ports) if leaf.dim() else replicated
+            return layout_like(leaf.shape, planned.values(), name, self._ports) if leaf.dim() else self._replicated
         except UnmatchedKeyError:
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from executor import device_mesh_for, local_batch, shard_module
 from planner import build_plan
-from planner.errors import JobError
+from planner.errors import JobError, RanksError
 from planner.plan.sharding_plan import ShardingPlan
 
 LR = 1e-3
@@ -111,6 +112,32 @@ def test_batches_that_do_not_go_with_the_plan_are_refused(ranks: GlooRanks) -> N
     for tokens, sizes in ranks.call(refusals, plan.to_dict()):
         assert "another number of image tokens than there are image features" in tokens
         assert "other sizes for sample" in sizes
+
+
+def checked(rank: int, plan: dict[str, Any]) -> tuple[list[str], str]:
+    """Return what is logged where all ranks pass equal tables, and the error where one rank has other sizes."""
+    sharding = ShardingPlan.from_dict(plan)
+    sharded = shard_module(made("own")[0], device_mesh_for(sharding, device_type="cpu"), sharding)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardplan").addHandler(handler)
+    by_hand = {name: tensor.chunk(4)[rank] for name, tensor in inputs().items()}
+    sharded(**by_hand)
+    if rank == 3:
+        by_hand["sizes"] = by_hand["sizes"].flip(0)
+    try:
+        sharded(**by_hand)
+    except RanksError as error:
+        return records, str(error)
+    return records, ""
+
+
+def test_ranks_have_images_of_the_same_sizes(ranks: GlooRanks) -> None:
+    plan = plan_of("own", mesh="dp=4", planner="fully-sharded")
+    for logged, error in ranks.call(checked, plan.to_dict()):
+        assert logged == []
+        assert "'sizes'" in error
 
 
 def generated(rank: int, plan: dict[str, Any]) -> bool:
