@@ -63,7 +63,8 @@ def check_known(arguments: Mapping[str, Any]) -> None:
         if name.endswith("grid_thw") and isinstance(value, torch.Tensor) and values_of(value) is None:
             raise JobError(
                 f"{name} is on the meta device, and its values say the sizes of images, which decide shapes.",
-                what_to_do=f"Give {name}, input_ids and mm_token_type_ids as tensors with values.",
+                what_to_do=f"Give {name}, input_ids and mm_token_type_ids with values: in a factory, which runs on "
+                'the meta device, with device="cpu".',
                 field="example_inputs",
             )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,10 +21,23 @@ from torch.distributions import Distribution
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
+_OF_TRANSFORMERS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+"""With this variable, transformers makes no checks (`torch_compilable_check`)."""
+
+
+def _restored(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
 @contextmanager
 def without_value_checks() -> Iterator[None]:
     """Within this context transformers does not look for padding, and nothing checks the values of its arguments."""
     with ExitStack() as stack:
+        stack.callback(_restored, _OF_TRANSFORMERS, os.environ.get(_OF_TRANSFORMERS))
+        os.environ[_OF_TRANSFORMERS] = "1"
         stack.enter_context(mock.patch.object(Distribution, "_validate_args", False))
         for check in ("_check_tensor_all", "_check_tensor_all_with"):
             stack.enter_context(mock.patch.object(torch, check))

@@ -8,5 +8,6 @@ those that the mask selects. Everything else that reads them is an error.
 
 what selects rows                selection
 calls that read rows             calls.SelectedRows, each_row, losses
+how many there are               count.Count
 in a trace                       trace.masks_keep_all
 """

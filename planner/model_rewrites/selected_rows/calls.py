@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from planner.errors import ModelError
+from planner.model_rewrites.selected_rows.count import Count, counted, sizes
 from planner.model_rewrites.selected_rows.each_row import RESHAPES, treats_each_row, with_packed_rows
 from planner.model_rewrites.selected_rows.losses import (
     CLASS_LOSSES,
@@ -65,6 +65,8 @@ class SelectedRows:
         if not self._are_there:
             return NotImplemented
         leaves = pytree.tree_leaves((args, dict(kwargs)))
+        if any(isinstance(leaf, Count) for leaf in leaves):
+            raise counted()
         selections = [selection for leaf in leaves if (selection := selection_of(leaf)) is not None]
         if not selections:
             return NotImplemented
@@ -85,7 +87,7 @@ class SelectedRows:
         if name in _OF_NO_VALUES:
             return func(*args, **kwargs)
         if name in _OF_SIZES:
-            return _sizes(name, func, args, kwargs)
+            return sizes(name, func, args, kwargs)
         if name == "__setitem__":
             return _put_back(args, mask)
         if func in CLASS_LOSSES:
@@ -126,40 +128,3 @@ def _put_back(args: tuple[Any, ...], mask: torch.Tensor) -> None:
         raise mixed_rows("an assignment")
     condition = given.reshape(tuple(given.shape) + (1,) * (value.dim() - 1))
     tensor.copy_(torch.where(condition, value.reshape(tensor.shape).to(tensor.dtype), tensor))
-
-
-def _sizes(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the sizes that a call asks for, other than that of the rows."""
-    if name == "shape" or (name == "size" and len(args) == 1 and not kwargs):
-        return _Sizes(func(*args, **kwargs))
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if name == "size" and isinstance(dim, int) and dim % args[0].dim():
-        return func(*args, **kwargs)
-    raise _counted()
-
-
-def _counted() -> ModelError:
-    return ModelError(
-        "The forward asks how many elements a mask selects.",
-        what_to_do="Use the sum of the mask, as a tensor.",
-        cause="it asks how many elements a mask selects (their number as a tensor is the sum of the mask)",
-    )
-
-
-class _Sizes(tuple[int, ...]):
-    """The shape of selected rows, of which the first size is not known."""
-
-    __slots__ = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        taken = range(len(self))[index]
-        if 0 in (taken if isinstance(index, slice) else (taken,)):
-            raise _counted()
-        return tuple.__getitem__(self, index)
-
-    def __iter__(self) -> Iterator[int]:
-        raise _counted()
-
-    def numel(self) -> int:
-        """Raise an error, as `torch.Size.numel` needs the first size."""
-        raise _counted()

@@ -89,6 +89,7 @@ SAME: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
 SAME["flat and not"] = lambda m, x, y: F.cross_entropy(m.head(x[y >= 0]), y.view(-1)[(y >= 0).view(-1)])
 
 REFUSED: dict[str, Callable[[Read, Tensor, Tensor], Tensor]] = {
+    "branches on how many": lambda m, x, y: x[y >= 0].sum() if x[y >= 0].numel() else x.sum() * 0,
     "asks how many": lambda m, x, y: x[y >= 0].sum() / x[y >= 0].shape[0],
     "asks how many by len": lambda m, x, y: x[y >= 0].sum() / len(x[y >= 0]),
     "mixes rows": lambda m, x, y: (x[y >= 0] @ x[y >= 0].transpose(0, 1)).sum(),
@@ -128,6 +129,23 @@ def test_what_mixes_rows_or_counts_them_is_refused(name: str) -> None:
     module = Read(REFUSED[name])
     with masks_keep_all(module), pytest.raises(ModelError):
         module(*inputs())
+
+
+def checks_its_count(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rows = x[y >= 0]
+    count, width = rows.shape
+    assert width == CLASSES
+    if count * CLASSES != rows.numel():
+        raise ValueError(f"{count} rows have {rows.numel()} elements")
+    return F.mse_loss(rows, rows + 1)
+
+
+def test_a_check_of_how_many_are_selected_passes() -> None:
+    x, y = inputs()
+    module = Read(checks_its_count)
+    expected = module(x, y)
+    with masks_keep_all(module):
+        assert torch.allclose(module(x, y), expected)
 
 
 def test_other_rows_go_with_those_that_are_selected() -> None:
