@@ -133,7 +133,8 @@ def local_batch(
 ) -> Any:
     """Return this rank's slice of a global micro-batch; with a sharded module, on the module's device.
 
-    A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape.
+    A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape. A table
+    of the sizes of images, such as ``image_grid_thw``, is returned for all images of the global micro-batch.
 
     Args:
         batch: a tuple of positional or a dict of keyword arguments of the root module. Every rank passes the same
@@ -150,6 +151,7 @@ def local_batch(
         PlanMismatchError: the module was not sharded, or this process is no rank of the mesh.
         PlanLayoutError: the layout of a tensor does not divide the tensor evenly, or ``pad`` has no value for it.
         UnmatchedKeyError: the plan does not name a tensor, and does not say how it is split.
+        JobError: samples have images of other sizes than the first one, or tokens that do not go with them.
     """
     device = None
     if isinstance(device_mesh, nn.Module):
