@@ -133,8 +133,8 @@ def local_batch(
 ) -> Any:
     """Return this rank's slice of a global micro-batch; with a sharded module, on the module's device.
 
-    A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape. A table
-    of the sizes of images, such as ``image_grid_thw``, is returned for all images of the global micro-batch.
+    A tensor that the plan does not name, such as an attention mask, is split as a named tensor of the same shape.
+    A table of the sizes of images, such as ``image_grid_thw``, is returned for all images of the global micro-batch.
 
     Args:
         batch: a tuple of positional or a dict of keyword arguments of the root module. Every rank passes the same
