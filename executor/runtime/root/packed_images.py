@@ -23,7 +23,7 @@ from executor.resolve.tensor_paths import change_arguments
 from executor.runtime.whole_batches import BatchForm
 from planner.errors import JobError, PlanLayoutError
 from planner.model_rewrites.image_sizes.positions import POSITION_IDS, with_position_ids
-from planner.model_rewrites.image_sizes.tables import check_alike, samples_of, size_tables, whole_table
+from planner.model_rewrites.image_sizes.tables import check_alike, may_be_table, samples_of, size_tables, whole_table
 from planner.model_rewrites.image_sizes.values import as_numbers, is_numbers
 from planner.model_rewrites.replaced_calls.split_and_cat import parts_together
 from planner.model_rewrites.tree_paths import tensors_in
@@ -84,9 +84,11 @@ class _PackedImages:
         known = {id(tensor): tensor for tensor in tensors if is_numbers(tensor)}
         if known:
             return known
-        unnamed = [tensor for tensor in tensors if id(tensor) not in layouts]
+        unnamed = [tensor for tensor in tensors if id(tensor) not in layouts and may_be_table(tensor)]
+        if not unnamed:
+            return {}
         named = [tensor for tensor in tensors if id(tensor) in layouts]
-        parts = [table for table in size_tables([*unnamed, *named]) if id(table.tensor) not in layouts]
+        parts = [table for table in size_tables(tensors) if id(table.tensor) not in layouts]
         if parts:
             check_alike(parts, samples_of(tensors, parts), {})
             return {

@@ -36,14 +36,19 @@ class SizeTable(NamedTuple):
     packed: torch.Tensor
 
 
+def may_be_table(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the form of a table of sizes, whatever its values are."""
+    is_of_integers = tensor.dtype in (torch.int32, torch.int64)
+    return is_of_integers and tensor.dim() == 2 and tensor.shape[1] in _DIMS and 0 < len(tensor) <= _MOST_ROWS
+
+
 def size_tables(tensors: Iterable[torch.Tensor]) -> list[SizeTable]:
     """Return the tables of sizes among the tensors of one call, as far as their values are known."""
     given = list(tensors)
     numbers = [tensor for tensor in given if tensor.is_floating_point() and tensor.dim() > 1]
     found = []
     for tensor in given:
-        is_table = tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 2 and tensor.shape[1] in _DIMS
-        values = values_of(tensor) if numbers and is_table and 0 < len(tensor) <= _MOST_ROWS else None
+        values = values_of(tensor) if numbers and may_be_table(tensor) else None
         if values is None:
             continue
         pieces = int(values.prod(-1).sum())
