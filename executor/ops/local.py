@@ -20,6 +20,7 @@ from planner.model_rewrites.independent_dims import (
     Dims,
     check_recurrent,
     check_selected,
+    scatters_packed_rows,
     split_outputs,
     with_plain_split,
     without_chance,
@@ -58,8 +59,9 @@ def run_local(
         dims = tuple(sharded_dim(places[p]) if p in places else None for p in tensors)
         outputs = None
         if any(dim is not None for dim in dims):
-            # What is whole on every rank is cut where the op needs pieces of it.
-            plain = tuple(index for index, dim in enumerate(dims) if dim is None)
+            # Packed rows that are whole, as those that `generate` makes before the forward, are cut as plain tensors.
+            is_packed = scatters_packed_rows(func.__name__, [tensor.shape for tensor in tensors.values()])
+            plain = [i for i, p in enumerate(tensors) if p not in dtensors or (is_packed and dims[i] is None)]
             key = func, str(structure), _constants(leaves), _shapes(tensors), dims
             trial = functools.partial(_trial, functools.partial(call, is_trial=True), func, tensors, dims, plain)
             split = _remembered(key, trial)

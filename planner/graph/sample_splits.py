@@ -101,7 +101,9 @@ def _sample_split(call: RunnableCall, samples: int) -> SampleSplit | None:
 _SIDES = (4, 16)
 """Longest sides of images in a trial, in patches; where a module refuses them, the true ones follow."""
 _MOST_FRAMES = 2
+"""Most frames of a video in a trial."""
 _MOST_FLOPS_OF_IMAGES = 3e11
+"""FLOPs of a trial with images: some seconds. Encoders have up to a billion parameters, which no short dim avoids."""
 
 
 def _with_images(call: RunnableCall, samples: int) -> list[tuple[list[tuple[int, ...]], dict[int, torch.Tensor]]]:

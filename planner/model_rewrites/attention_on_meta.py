@@ -22,7 +22,7 @@ def attention_on_meta() -> Iterator[None]:
     """Within this context, attention on meta tensors is FlashAttention, or with a mask the efficient one."""
     attention = F.scaled_dot_product_attention
 
-    def kernel(
+    def as_on_gpu(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -39,8 +39,8 @@ def attention_on_meta() -> Iterator[None]:
         if attn_mask is None:
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         bias = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-        kernel = aten._scaled_dot_product_efficient_attention
-        return kernel(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+        efficient = aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
 
-    with mock.patch.object(F, "scaled_dot_product_attention", kernel):
+    with mock.patch.object(F, "scaled_dot_product_attention", as_on_gpu):
         yield

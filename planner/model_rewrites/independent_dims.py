@@ -122,9 +122,18 @@ def _tried(
     return None if None in found else tuple(found)
 
 
+def scatters_packed_rows(name: str, shapes: Sequence[Sequence[int]]) -> bool:
+    """Return whether an op puts packed rows in the places of tokens, as those of images: they have no dim of samples.
+
+    Args:
+        name: name of the op.
+        shapes: of its tensors.
+    """
+    return name == "masked_scatter" and len(shapes) == 3 and len(shapes[2]) < len(shapes[0])
+
+
 def _scatters_by_samples(name: str, dims: Dims, shapes: Sequence[Sequence[int]]) -> bool:
-    """Return whether packed rows take the places of tokens, as those of images do: they have no dim of samples."""
-    return name == "masked_scatter" and dims == (0, 0, 0) and len(shapes[2]) < len(shapes[0])
+    return scatters_packed_rows(name, shapes) and dims == (0, 0, 0)
 
 
 def _mask_of_source(target: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,9 @@ def with_position_ids(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
     try:
         ids = method(**{**arguments, **values})
     except (IndexError, RuntimeError, StopIteration, ValueError) as error:
+        reason = str(error) or "there are fewer images"
         raise JobError(
-            f"{type(part).__name__} cannot make position_ids of these inputs: {error or 'there are fewer images'}.",
+            f"{type(part).__name__} cannot make position_ids of these inputs: {reason}.",
             what_to_do="Check that each image has as many tokens as its sizes say, or give position_ids.",
             field="example_inputs",
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _values: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
@@ -36,10 +37,10 @@ def with_values(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of ``tensor`` on the CPU; None: it is on meta, and they are not known."""
-    if not tensor.is_meta:
-        return tensor.detach().cpu()
-    return _values.get(tensor)
+    """Return the values of ``tensor`` on the CPU; None: it is on meta or fake, and they are not known."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return _values.get(tensor)
+    return tensor.detach().cpu()
 
 
 MOST_KEPT = 1 << 22

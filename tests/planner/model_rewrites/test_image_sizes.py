@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from covered.popular import inputs_of
 from covered.small_configs import small_model
 from support.packed_images import AddsToMarks, PackedEncoder, SeesImages, inputs
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
+from cost_model.layouts.layout import Layout
 from planner import build_plan
 from planner.errors import JobError
 from planner.graph.example_inputs import batch_size_of, meta_inputs, with_batch
 from planner.graph.op_graph import at_batch
-from planner.graph.trace_module import resolve_inputs, trace_module
+from planner.graph.trace_module import TRACE_BATCH, resolve_inputs, trace_module
 from planner.model_rewrites.image_sizes.encoders import encoders_of_sizes
 from planner.model_rewrites.image_sizes.packed_attention import packed_attention
 from planner.model_rewrites.image_sizes.tables import size_tables
@@ -24,6 +27,8 @@ from planner.model_rewrites.opaque_op import OP_NAME, OpaqueArguments
 from planner.model_rewrites.replaced_calls.split_and_cat import parts_together
 from planner.model_rewrites.tree_paths import tensors_in
 from planner.plan.sharding_plan import ShardingPlan
+from planner.strategies.local_ops import samples_divide
+from planner.traced_job import TracedJob
 
 TOY: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "tolerance": 0.0}
 
@@ -129,9 +134,15 @@ def test_samples_stay_with_their_images() -> None:
 
 def test_no_rank_has_a_part_of_a_sample() -> None:
     """Two samples on four ranks: the rows of patches would divide, the samples do not."""
-    made = plan(SeesImages(), inputs(samples=2), micro_batches=1)
+    made = plan(SeesImages(), inputs(samples=2), micro_batches=1, mesh="dp=4")
     assert made.verification is not None
     assert made.verification.outcome == "as-planned"
+    graph = at_batch(trace_module(SeesImages(), example_inputs=inputs(), dtype="fp32").graph, TRACE_BATCH, 2)
+    (op,) = [op for op in graph.ops if op.target_name == OP_NAME]
+    shapes = [graph.values[name].shape for name in op.inputs]
+    split: list[Layout | None] = [(Shard(0),), *[(Replicate(),)] * (len(shapes) - 1)]
+    assert samples_divide(op, shapes, split, (2,))
+    assert not samples_divide(op, shapes, split, (4,))
 
 
 class UsesParts(nn.Module):
@@ -173,6 +184,28 @@ def test_parts_are_a_sequence() -> None:
         assert torch.equal(parts[-1], expected[-1])
         assert isinstance(x.split(2), tuple)
         assert isinstance(torch.split(x, [1, 1], dim=1), tuple)
+
+
+def test_attention_of_large_images_keeps_no_scores() -> None:
+    """As on a GPU: what autograd saves grows as the pieces do, not as their square."""
+
+    def saved(side: int) -> int:
+        table = torch.tensor([[1, side, side]] * 8)
+        given = {"patches": torch.empty(8 * side * side, 12, device="meta"), "sizes": table}
+        graph = trace_module(PackedEncoder(), example_inputs=given, dtype="fp32").graph
+        (op,) = [op for op in graph.ops if op.target_name == OP_NAME]
+        return OpaqueArguments(*op.args).costs.saved_nbytes
+
+    assert saved(32) < 1.1 * 64 * saved(4)
+
+
+def test_equal_layers_of_an_encoder_are_stored_alike() -> None:
+    job = TracedJob(SeesImages(), example_inputs=inputs(), **TOY)
+    classes = [set(each.values) for each in job._analysis.structure(8).parameters]
+    names = dict(job._analysis.graph.parameters)
+    weights = {value for value, each in names.items() if re.fullmatch(r"encoder\.layers\.\d\.weight", each[0])}
+    assert len(weights) == 3
+    assert weights in classes
 
 
 def test_what_the_encoder_frees_is_no_peak() -> None:
@@ -229,7 +262,7 @@ def test_tokens_that_do_not_go_with_the_images_are_an_error_of_the_job() -> None
     model, given = of_transformers("qwen2_5_vl", 2)
     given["mm_token_type_ids"] = torch.ones_like(given["mm_token_type_ids"])
     given["mm_token_type_ids"][:, ::2] = 0
-    with pytest.raises(JobError, match="position_ids"):
+    with pytest.raises(JobError, match="position_ids of these inputs: there are fewer images"):
         plan(model, given)
 
 
